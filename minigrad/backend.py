@@ -1,0 +1,100 @@
+"""NumPy or CuPy: which array module the data at hand belongs to, and how data moves.
+
+The only importer of cupy, and only when somebody moves data to a GPU: a machine
+without it never notices. Ops ask `xp_of(x)` and write the same code for both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]  # CuPy's ndarray has the same methods; its stubs are not needed to check ours
+
+
+def xp_of(array: object) -> ModuleType:
+    """Return the module, numpy or cupy, whose functions work on `array`."""
+    if type(array) is np.ndarray:
+        return np
+    cupy = sys.modules.get("cupy")  # an array of CuPy cannot exist before CuPy is imported
+    return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np
+
+
+def to_host(array: Array) -> Array:
+    """Return `array` as a NumPy array: itself, or a copy from the GPU."""
+    xp = xp_of(array)
+    return array if xp is np else xp.asnumpy(array)  # type: ignore[attr-defined]
+
+
+def to_device(array: Array) -> Array:
+    """Return `array` as a CuPy array on the current GPU.
+
+    Raises:
+        ModuleNotFoundError: CuPy is not installed.
+    """
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("a GPU array needs CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
+    return cupy.asarray(array)  # type: ignore[no-any-return]
+
+
+def synchronize(array: Array) -> None:
+    """Wait until the kernels that write `array` are done; nothing to do on the CPU."""
+    xp = xp_of(array)
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()
+
+
+def memory_range(array: Array) -> tuple[int, int]:
+    """Return the (first, one past the last) byte address that `array` may touch."""
+    if xp_of(array) is np:
+        return np.lib.array_utils.byte_bounds(array)
+    pointer = array.data.ptr  # type: ignore[attr-defined]
+    return pointer, pointer + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+
+
+def scatter_add_rows(target: Array, rows: Array, values: Array) -> None:
+    """Add `values[i]` to `target[rows[i]]`, repeated rows too.
+
+    Args:
+        target: (V, ...) changed in place.
+        rows: (N,) integers in [0, V).
+        values: (N, ...).
+    """
+    xp = xp_of(target)
+    if xp is not np:
+        import cupyx
+
+        cupyx.scatter_add(target, rows, values)
+    elif rows.size:
+        # One reduction per distinct row, after a stable sort: np.add.at is several times slower.
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        starts = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
+        target[ordered[starts]] += np.add.reduceat(values[order], starts, axis=0)
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to reuse freed blocks instead of returning them to the system.
+
+    A training step allocates and frees the same large arrays again and again. By default
+    glibc maps and unmaps each of them, and the page faults cost a quarter of a small step.
+    Other C libraries do not know these calls: then nothing happens. MINIGRAD_MALLOC=default
+    leaves the allocator alone. Source: mallopt(3).
+    """
+    if os.environ.get("MINIGRAD_MALLOC") == "default" or not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        mallopt(m_mmap_threshold, 1 << 30)
+        mallopt(m_trim_threshold, 2**31 - 1)
+
+
+_keep_freed_memory()

@@ -1,0 +1,261 @@
+"""Backward: walk a tape in reverse, accumulate gradients, and fire hooks when they are final.
+
+    node 2: mean     ->  node 1: tanh  ->  node 0: matmul  ->  leaves w, x
+
+The walk is one loop over nodes sorted by number, without recursion. A parameter is *ready* when the last of its
+pending uses is done, and its hook fires right there, between two vjps, so that its gradient can travel
+to other ranks while the rest of the backward computes.
+
+Backward in two halves (zero-bubble pipelines): `backward_input` computes only what data needs and
+leaves each edge into a weight behind as a smaller node; `backward_weight` walks those. Whole equals B then W, bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .backend import Array, xp_of
+from .tape import Joint, Node, Vjp, collect, kept_arrays, node_number
+from .tensor import Parameter, Tensor, changes
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What somebody else wants to do while a backward runs. Hooks add: `a + b` calls a's, then b's.
+
+    Attributes:
+        on_start: called once, before the first vjp, with the parameters that this backward will reach.
+        on_grad_ready: called once for each of them, at the moment its grad is final.
+        between_ops: called after every op, for example to let messages progress.
+    """
+
+    on_start: Callable[[Sequence[Parameter]], None] | None = None
+    on_grad_ready: Callable[[Parameter], None] | None = None
+    between_ops: Callable[[], None] | None = None
+
+    def __add__(self, other: Hooks) -> Hooks:
+        return Hooks(
+            _both(self.on_start, other.on_start),
+            _both(self.on_grad_ready, other.on_grad_ready),
+            _both(self.between_ops, other.between_ops),
+        )
+
+
+def _both(first: Any, second: Any) -> Any:
+    if first is None or second is None:
+        return first or second
+
+    def both(*args: Any) -> None:
+        first(*args)
+        second(*args)
+
+    return both
+
+
+def backward(loss: Tensor) -> None:
+    """Compute the gradient of a scalar `loss` and add it to `.grad` of every leaf that it depends on.
+
+    Frees the tape as it goes.
+
+    Raises:
+        ValueError: `loss` is not a scalar, or depends on nothing that requires grad.
+        RuntimeError: the tape has been walked before, or a value that it needs was changed in place.
+    """
+    backward_with_grad(loss)
+
+
+def backward_with_hooks(
+    loss: Tensor,
+    hooks: Hooks | None = None,
+    *,
+    on_start: Callable[[Sequence[Parameter]], None] | None = None,
+    on_grad_ready: Callable[[Parameter], None] | None = None,
+    between_ops: Callable[[], None] | None = None,
+) -> None:
+    """Like `backward`, and call hooks on the way: see `Hooks`.
+
+    `hooks` come first, then the ones given by keyword. An exception in a hook reaches the caller.
+    """
+    backward_with_grad(loss, hooks=(hooks or Hooks()) + Hooks(on_start, on_grad_ready, between_ops))
+
+
+def backward_with_grad(output: Tensor, grad: Any = None, *, hooks: Hooks | None = None) -> None:
+    """Propagate `grad`, the cotangent of `output`, to every leaf that `output` depends on.
+
+    Args:
+        output: any shape; without `grad` it must be a scalar.
+        grad: array or number of the output's shape and dtype; not changed. One by default.
+        hooks: see `Hooks`.
+    """
+    g = _seed(output, grad)
+    root = _root(output)
+    _walk(collect(root), {root: g}, hooks or Hooks())
+
+
+def backward_input(output: Tensor, grad: Any = None, *, hooks: Hooks | None = None) -> DeferredGrads:
+    """Do the input half (B) of a backward: gradients of data leaves only.
+
+    Args:
+        output, grad: as in `backward_with_grad`.
+        hooks: only `between_ops` can fire here; parameters get their gradients in the weight half.
+    Returns:
+        What is left to do, for `backward_weight`.
+    """
+    g = _seed(output, grad)
+    root = _root(output)
+    nodes = collect(root)
+    if root.weight_side:
+        return DeferredGrads(nodes, {root: g})
+    deferred: dict[Node, Array] = {}
+    _walk([node for node in nodes if not node.weight_side], {root: g}, hooks or Hooks(), deferred)
+    rest = [*deferred, *(node for node in nodes if node.weight_side)]
+    return DeferredGrads(sorted(rest, key=node_number, reverse=True), deferred)
+
+
+def backward_weight(deferred: DeferredGrads, *, hooks: Hooks | None = None) -> None:
+    """Do the weight half (W) of a backward: gradients of parameters, with the hooks of `backward_with_hooks`.
+
+    Raises:
+        RuntimeError: called twice with the same `deferred`.
+    """
+    if deferred.nodes is None:
+        raise RuntimeError("backward_weight: these deferred gradients were already computed")
+    nodes, deferred.nodes = deferred.nodes, None
+    _walk(nodes, deferred.cotangents, hooks or Hooks())
+
+
+@dataclass
+class DeferredGrads:
+    """The weight half of a backward that is still to be done.
+
+    Attributes:
+        nodes: newest first: weight-side nodes, and of each data-side one its edges into weights. None once done.
+        cotangents: of those whose consumers are all done.
+    """
+
+    nodes: list[Node] | None
+    cotangents: dict[Node, Array]
+
+
+def reached_parameters(output: Tensor) -> list[Parameter]:
+    """Return the parameters that a backward from `output` will reach, each once."""
+    return list(_pending_uses(collect(_root(output)))) if output.requires_grad else []
+
+
+def _seed(output: Tensor, grad: Any) -> Array:
+    """Return the cotangent that a backward starts from, checked against the output."""
+    if not output.requires_grad:
+        raise ValueError("backward: the output depends on no tensor that requires grad")
+    xp = xp_of(output._data)
+    if grad is None:
+        if output.ndim:
+            raise ValueError(f"backward without a grad needs a scalar output, got shape {output.shape}")
+        return xp.ones(output.shape, output.dtype)  # type: ignore[no-any-return]
+    g = xp.asarray(grad, dtype=None if hasattr(grad, "dtype") else output.dtype)
+    if g.shape != output.shape or g.dtype != output.dtype:
+        raise ValueError(
+            "the grad of an output must have its shape and dtype, "
+            f"got {g.shape} {g.dtype} for {output.shape} {output.dtype}"
+        )
+    return g  # type: ignore[no-any-return]
+
+
+def _root(output: Tensor) -> Node:
+    """Return the node that made `output`; a leaf gets one that passes the cotangent on."""
+    if output.node is not None:
+        return output.node
+    return Node("identity", (output,), (lambda g: g,), output.shape, output.dtype, output.weight_side)
+
+
+def _pending_uses(nodes: Sequence[Node]) -> dict[Parameter, int]:
+    """Count for each parameter the edges that will bring it a contribution."""
+    pending: dict[Parameter, int] = {}
+    for node in nodes:
+        for parent in node.parents or ():
+            if isinstance(parent, Parameter):
+                pending[parent] = pending.get(parent, 0) + 1
+    return pending
+
+
+def _walk(
+    nodes: Sequence[Node], cotangents: dict[Node, Array], hooks: Hooks, deferred: dict[Node, Array] | None = None
+) -> None:
+    """Run the vjps of `nodes`, newest first, and free each node on the way.
+
+    Args:
+        cotangents: of the nodes that have no consumer among `nodes`; emptied.
+        deferred: if given, edges into weights are not followed but put here, as smaller nodes with their cotangents.
+    """
+    pending: dict[Any, int] = {}
+    if deferred is None:
+        pending.update(_pending_uses(nodes))
+        if hooks.on_start is not None:
+            hooks.on_start(tuple(pending))
+    on_grad_ready, between_ops = hooks.on_grad_ready, hooks.between_ops
+    owned: set[Node] = set()  # nodes whose cotangent is an array that this walk made, so that it may add in place
+    for node in nodes:
+        g = cotangents.pop(node)
+        if node.changes != changes.count:
+            _check_unchanged(node)
+        parents, vjps = node.parents, node.vjps
+        assert parents is not None
+        assert vjps is not None
+        node.parents = node.vjps = None
+        if type(vjps) is Joint:
+            vjps = tuple([lambda _, c=c: c for c in vjps(g)])
+        if deferred is not None:
+            parents, vjps = _defer_weights(node, parents, vjps, g, deferred)
+        for parent, vjp in zip(parents, vjps, strict=True):
+            c = vjp(g)
+            if type(parent) is Node:
+                have = cotangents.get(parent)
+                if have is None:
+                    cotangents[parent] = c
+                elif parent in owned:
+                    have += c
+                else:
+                    cotangents[parent] = have + c
+                    if parent.shape:  # a sum of 0-d arrays is a NumPy scalar, which cannot be added to in place
+                        owned.add(parent)
+                continue
+            if c.shape != parent.shape:
+                raise ValueError(f"{node.name}: a vjp gave shape {c.shape} to {parent.label} of shape {parent.shape}")
+            parent.accumulate_grad(c)
+            if parent in pending:
+                pending[parent] -= 1
+                if not pending[parent] and on_grad_ready is not None:
+                    on_grad_ready(parent)  # type: ignore[arg-type]
+        if between_ops is not None:
+            between_ops()
+
+
+def _defer_weights(
+    node: Node,
+    parents: tuple[Node | Tensor, ...],
+    vjps: tuple[Vjp, ...],
+    g: Array,
+    deferred: dict[Node, Array],
+) -> tuple[tuple[Node | Tensor, ...], tuple[Vjp, ...]]:
+    """Leave the edges of `node` into weights to the weight half; return the other edges.
+
+    The number stays, so that contributions arrive in the same order as in a whole backward.
+    """
+    edges = list(zip(parents, vjps, strict=True))
+    weight_edges = [edge for edge in edges if edge[0].weight_side]
+    if not weight_edges:
+        return parents, vjps
+    rest = Node(node.name, *zip(*weight_edges, strict=True), node.shape, node.dtype, True, node.number)
+    rest.changes = node.changes
+    deferred[rest] = g
+    data_edges = [edge for edge in edges if not edge[0].weight_side]
+    return tuple(p for p, _ in data_edges), tuple(v for _, v in data_edges)
+
+
+def _check_unchanged(node: Node) -> None:
+    """Raise if a value that `node`'s vjps keep was changed in place since the forward."""
+    for array in kept_arrays(node.vjps):
+        name = changes.since(node.changes, array)
+        if name is not None:
+            raise RuntimeError(f"{node.name} needs {name} as it was in the forward, but it was changed in place since")

@@ -1,0 +1,161 @@
+"""FlatBuffer: the one owner of parameter memory.
+
+Parameters of one dtype lie side by side in one contiguous array, their gradients in a second one,
+both in reverse parameter order: the order in which backward finishes them. An optimizer, a
+gradient bucket, a shard or a checkpoint is then a slice, and nobody copies.
+
+    parameters of the model   [w0, b0, w1, b1]
+    flat.data                 | b1 |    w1    | b0 |    w0    |
+    flat.grad                 | b1 |    w1    | b0 |    w0    |     param.grad is a view
+    a bucket, a FlatRange     |<-------------->|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .backend import Array, xp_of
+from .tensor import Parameter, changes
+
+
+class GradState(Enum):
+    """What the gradients of a flat are: this rank's own, in flight, or reduced over ranks."""
+
+    LOCAL = "local"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+class FlatBuffer:
+    """Contiguous memory for some parameters and their gradients; never re-ordered.
+
+    Attributes:
+        data, grad: (n,) arrays.
+        params: in memory order.
+        state: set by whoever reduces the gradients; guards against a step on gradients in flight.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        xp = xp_of(params[0].data)
+        size = sum(p.size for p in params)
+        self.data: Array = xp.empty(size, params[0].dtype)
+        self.grad: Array = xp.zeros(size, params[0].dtype)
+        self.params = tuple(params)
+        self.state = GradState.LOCAL
+        start = 0
+        for p in params:
+            shape, stop = p.shape, start + p.size
+            data, grad = self.data[start:stop].reshape(shape), self.grad[start:stop].reshape(shape)
+            data[...] = p.data
+            if p.grad is not None:
+                grad[...] = p.grad
+            p.move_to(self, start, data, grad)
+            start = stop
+
+    @staticmethod
+    def of(params: Iterable[Parameter]) -> list[FlatRange]:
+        """Return the maximal contiguous ranges that hold exactly these parameters.
+
+        Parameters without an owner get new flats, one per dtype, in reverse parameter order; those that
+        have one stay where they are. The same parameter given twice counts once.
+
+        Args:
+            params: in the order of the model.
+        Returns:
+            Ranges, ordered by where their parameters come last in `params`, the last one first.
+        Raises:
+            ValueError: two parameters have the same name.
+        """
+        wanted = list(dict.fromkeys(reversed(list(params))))  # distinct, newest layer first
+        check_names(wanted)
+        orphans: dict[object, list[Parameter]] = {}
+        for p in wanted:
+            if p.flat is None:
+                orphans.setdefault((p.dtype, xp_of(p.data)), []).append(p)
+        for group in orphans.values():
+            FlatBuffer(group)
+        chosen = set(wanted)
+        ranges: list[FlatRange] = []
+        for flat in dict.fromkeys(p.flat for p in wanted):
+            assert flat is not None
+            run: list[Parameter] = []
+            for p in (*flat.params, None):
+                if p is not None and p in chosen:
+                    run.append(p)
+                elif run:
+                    ranges.append(FlatRange(flat, tuple(run)))
+                    run = []
+        place = {p: i for i, p in enumerate(wanted)}
+        return sorted(ranges, key=lambda r: min(place[p] for p in r.params))
+
+    def check_accumulating(self, param: Parameter) -> None:
+        """Refuse to add a rank's own contribution to gradients that are already reduced over ranks."""
+        if self.state is GradState.REDUCED:
+            raise RuntimeError(
+                f"backward into {param.label}: its grad is already reduced over ranks; call zero_grad() first"
+            )
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """A contiguous slice of a flat that holds whole parameters.
+
+    Attributes:
+        flat: the owner of the memory.
+        params: in memory order, adjacent.
+    """
+
+    flat: FlatBuffer
+    params: tuple[Parameter, ...]
+
+    @property
+    def start(self) -> int:
+        return self.params[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.params[-1].stop
+
+    @property
+    def data(self) -> Array:
+        """(n,) values, a view."""
+        return self.flat.data[self.start : self.stop]
+
+    @property
+    def grad(self) -> Array:
+        """(n,) gradients, a view; those that backward did not reach are filled with zeros first."""
+        for p in self.params:
+            p.fill_missing_grad()
+        return self.flat.grad[self.start : self.stop]
+
+    def note_change(self, by: str) -> None:
+        """Note that the values were changed in place, so that a backward that still needs them can say so."""
+        changes.note(self.data, f"{self.params[0].label} ... {self.params[-1].label} (by {by})")
+
+
+def zero_grad(params: Iterable[Parameter]) -> None:
+    """Mark gradients fresh: the next contribution overwrites. Touches no memory.
+
+    Raises:
+        RuntimeError: they are being reduced over ranks.
+    """
+    for p in params:
+        if p.flat is not None:
+            if p.flat.state is GradState.REDUCING:
+                raise RuntimeError(
+                    f"zero_grad() on {p.label} while its grad is being reduced over ranks; call wait() first"
+                )
+            p.flat.state = GradState.LOCAL
+        p.grad = None
+
+
+def check_names(params: Iterable[Parameter]) -> None:
+    """Raise ValueError if two distinct parameters share a name; nameless ones may."""
+    seen: dict[str, Parameter] = {}
+    for p in params:
+        if p.name and seen.setdefault(p.name, p) is not p:
+            raise ValueError(
+                f"parameter names must be unique, got {p.label} twice: shapes {seen[p.name].shape} and {p.shape}"
+            )

@@ -1,0 +1,33 @@
+"""Learning rates as functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+def warmup_cosine(
+    peak: float, *, num_steps: int, num_warmup_steps: int = 0, floor: float = 0.0
+) -> Callable[[int], float]:
+    """Return step -> learning rate: linear warmup to `peak`, then half a cosine down to `floor`.
+
+        peak       /--.
+                  /     `.
+        floor    /         `---     steps count from 0; the first one already learns
+
+    Source: Loshchilov and Hutter 2017 (SGDR), without restarts.
+    Raises:
+        ValueError: warmup is longer than the run, or a number is negative.
+    """
+    if not 0 <= num_warmup_steps <= num_steps:
+        raise ValueError(f"num_warmup_steps must be between 0 and num_steps, got {num_warmup_steps} and {num_steps}")
+    if not 0 <= floor <= peak:
+        raise ValueError(f"floor must be between 0 and peak, got {floor} and {peak}")
+
+    def lr(step: int) -> float:
+        if step < num_warmup_steps:
+            return peak * (step + 1) / num_warmup_steps
+        progress = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
+        return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+    return lr

@@ -1,0 +1,110 @@
+"""A GPT: token and position embedding, pre-norm transformer blocks, a head tied to the embedding.
+
+Source: Radford et al. 2019 (GPT-2); initial values as in its code, residual projections scaled by 1 / sqrt(2 layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backend import Array
+from ..nn import Dropout, Embedding, LayerNorm, Linear, Module, MultiHeadAttention, ParamGetter, Sequential, normal
+from ..ops import gelu
+from ..tensor import Tensor
+
+LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a GPT.
+
+    Raises:
+        ValueError: width is not divisible by num_heads, or a size is below 1.
+    """
+
+    vocab_size: int = 256
+    context: int = 64
+    num_layers: int = 4
+    num_heads: int = 4
+    width: int = 128
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "num_layers", "num_heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.num_heads:
+            raise ValueError(f"width must be divisible by num_heads, got {self.width} and {self.num_heads}")
+
+
+class GPTEmbedding(Module):
+    """Token ids (B, T) -> (B, T, width). T is at most the context."""
+
+    def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
+        self.context = config.context
+        self.token = Embedding(param.at("token"), config.vocab_size, config.width)
+        self.position = param("position", (config.context, config.width), normal(0.02))
+        self.drop = Dropout(f"{param.prefix}drop", config.dropout)
+
+    def __call__(self, ids: Array) -> Tensor:
+        time = ids.shape[1]
+        if time > self.context:
+            raise ValueError(f"a sequence must be at most as long as the context, got {time} and {self.context}")
+        return self.drop(self.token(ids) + self.position[:time])
+
+
+class GPTBlock(Module):
+    """(B, T, width) -> (B, T, width): x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
+        width, out_std = config.width, 0.02 / (2 * config.num_layers) ** 0.5
+        self.norm1 = LayerNorm(param.at("norm1"), width)
+        self.attention = MultiHeadAttention(param.at("attention"), width, config.num_heads, std=0.02, out_std=out_std)
+        self.drop1 = Dropout(f"{param.prefix}drop1", config.dropout)
+        self.norm2 = LayerNorm(param.at("norm2"), width)
+        self.up = Linear(param.at("up"), width, 4 * width, std=0.02)
+        self.down = Linear(param.at("down"), 4 * width, width, std=out_std)
+        self.drop2 = Dropout(f"{param.prefix}drop2", config.dropout)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x + self.drop1(self.attention(self.norm1(x)))
+        return x + self.drop2(self.down(gelu(self.up(self.norm2(x)))))
+
+
+class GPTHead(Module):
+    """(B, T, width) -> logits (B, T, vocab_size), through the transposed token table."""
+
+    def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
+        self.norm = LayerNorm(param.at("head").at("norm"), config.width)
+        self.token = param.at("embed").at("token")("weight", (config.vocab_size, config.width), normal(0.02))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.norm(x) @ self.token.T
+
+
+def layers(config: GPTConfig) -> list[tuple[str, LayerFactory]]:
+    """Return the model as (name, factory), "embed", "block0" ... "head"; a factory takes the whole model's getter."""
+
+    def block(name: str) -> LayerFactory:
+        return lambda param: GPTBlock(param.at(name), config)
+
+    names = [f"block{i}" for i in range(config.num_layers)]
+    return [
+        ("embed", lambda param: GPTEmbedding(param.at("embed"), config)),
+        *((name, block(name)) for name in names),
+        ("head", lambda param: GPTHead(param, config)),
+    ]
+
+
+class GPT(Sequential):
+    """The whole model: token ids (B, T) -> logits (B, T, vocab_size)."""
+
+    def __init__(self, config: GPTConfig, *, seed: int = 0, dtype: Any = np.float32) -> None:
+        param = ParamGetter(seed, dtype)
+        super().__init__(factory(param) for _, factory in layers(config))
+        self.config = config

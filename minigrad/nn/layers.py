@@ -1,0 +1,87 @@
+"""The layers of an MLP and a GPT. Each asks a getter for its parameters: see `ParamGetter`."""
+
+from __future__ import annotations
+
+import math
+
+from .. import rng
+from ..backend import Array
+from ..ops import causal_attention, dropout, embedding, layer_norm, linear
+from ..tensor import Tensor
+from .init import ParamGetter, normal, ones, zeros
+from .module import Module
+
+
+class Linear(Module):
+    """Map the last axis: (..., num_in) -> (..., num_out).
+
+    Args:
+        std: of the initial weights; 1 / sqrt(num_in) by default, which keeps the variance.
+    """
+
+    def __init__(self, param: ParamGetter, num_in: int, num_out: int, *, std: float | None = None) -> None:
+        std = 1 / math.sqrt(num_in) if std is None else std
+        self.weight = param("weight", (num_in, num_out), normal(std))
+        self.bias = param("bias", (num_out,), zeros)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class LayerNorm(Module):
+    """Normalise the last axis: (..., width) -> (..., width)."""
+
+    def __init__(self, param: ParamGetter, width: int) -> None:
+        self.gain = param("gain", (width,), ones)
+        self.bias = param("bias", (width,), zeros)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.gain, self.bias)
+
+
+class Embedding(Module):
+    """Look rows up: integers (...) -> (..., width)."""
+
+    def __init__(self, param: ParamGetter, num_rows: int, width: int, *, std: float = 0.02) -> None:
+        self.weight = param("weight", (num_rows, width), normal(std))
+
+    def __call__(self, ids: Array) -> Tensor:
+        return embedding(self.weight, ids)
+
+
+class Dropout(Module):
+    """Zero a share of the values while training, with a mask keyed by this layer's name: see `rng`.
+
+    The first axis counts samples. In training, with a rate above 0, run the forward in `rng.scope`.
+
+    Raises:
+        ValueError: rate is outside [0, 1).
+    """
+
+    def __init__(self, name: str, rate: float) -> None:
+        if not 0 <= rate < 1:
+            raise ValueError(f"the dropout rate must be in [0, 1), got {rate}")
+        self.name = name
+        self.rate = rate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        return dropout(x, keep=rng.keep_mask(self.name, x.shape, self.rate), rate=self.rate)
+
+
+class MultiHeadAttention(Module):
+    """Causal self-attention: (B, T, width) -> (B, T, width).
+
+    Args:
+        std: of the initial weights.
+        out_std: of the initial weights of the output projection; smaller in deep residual networks.
+    """
+
+    def __init__(self, param: ParamGetter, width: int, num_heads: int, *, std: float, out_std: float) -> None:
+        self.num_heads = num_heads
+        self.qkv = Linear(param.at("qkv"), width, 3 * width, std=std)
+        self.out = Linear(param.at("out"), width, width, std=out_std)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.out(causal_attention(self.qkv(x), num_heads=self.num_heads))

@@ -1,0 +1,197 @@
+"""Update rules on flat arrays, and the Optimizer that applies one to a model's parameters.
+
+A rule is elementwise and works in place on any slice: it knows nothing of layers, which is why a
+sharded optimizer needs no second implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+from .backend import Array, xp_of
+from .flat import FlatBuffer, FlatRange, GradState, zero_grad
+from .tensor import Parameter
+
+LearningRate = float | Callable[[int], float]
+_BLOCK = 1 << 16  # elements: each block's operands stay in the cache over the passes of an update
+
+
+class Rule(Protocol):
+    """How values change, given gradients. `lr` is a number or a function of the step (from 0)."""
+
+    lr: LearningRate
+
+    def init(self, data: Array) -> dict[str, Array]:
+        """Return the state for `data`: arrays of its shape, by name."""
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        """Change `data` and `state` in place.
+
+        Args:
+            data, grad: (n,); state: arrays (n,).
+            lr: learning rate of this step.
+            step: number of updates before this one.
+            decay: whether weight decay applies here.
+        """
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent: v = momentum v + g + weight_decay w; w -= lr v.
+
+    Source: Sutskever et al. 2013, as commonly implemented (lr outside the velocity).
+    """
+
+    lr: LearningRate
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def init(self, data: Array) -> dict[str, Array]:
+        return {"velocity": xp_of(data).zeros_like(data)} if self.momentum else {}
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        if decay and self.weight_decay:
+            grad = grad + self.weight_decay * data
+        if self.momentum:
+            velocity = state["velocity"]
+            velocity *= self.momentum
+            velocity += grad
+            grad = velocity
+        data -= lr * grad
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay.
+
+    m += (1 - b1)(g - m); v += (1 - b2)(g^2 - v); w -= lr (m' / (sqrt(v') + eps) + weight_decay w),
+    m' = m / (1 - b1^t), v' = v / (1 - b2^t).
+
+    Source: Loshchilov and Hutter 2019, algorithm 2.
+    """
+
+    lr: LearningRate
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def init(self, data: Array) -> dict[str, Array]:
+        xp = xp_of(data)
+        return {"m": xp.zeros_like(data), "v": xp.zeros_like(data)}
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        beta1, beta2 = self.betas
+        correction1, correction2 = 1 - beta1 ** (step + 1), (1 - beta2 ** (step + 1)) ** 0.5
+        # w -= lr/c1 m / (sqrt(v)/c2 + eps), with both corrections folded into two numbers
+        rate, eps = lr / correction1 * correction2, self.eps * correction2
+        keep = 1 - lr * self.weight_decay if decay else 1.0
+        xp = xp_of(data)
+        scratch = xp.empty_like(data[:_BLOCK])
+        for start in range(0, data.size, _BLOCK):
+            part = slice(start, start + _BLOCK)
+            w, g, m, v = data[part], grad[part], state["m"][part], state["v"][part]
+            t = scratch[: w.size]
+            xp.subtract(g, m, t)
+            t *= 1 - beta1
+            m += t
+            xp.multiply(g, g, t)
+            t -= v
+            t *= 1 - beta2
+            v += t
+            xp.sqrt(v, t)
+            t += eps
+            xp.divide(m, t, t)
+            t *= rate
+            if keep != 1.0:
+                w *= keep
+            w -= t
+
+
+class Optimizer:
+    """Applies a rule to parameters, wherever their memory lies.
+
+    Args:
+        params: distinct parameters in model order; those without an owner get a FlatBuffer.
+        rule: SGD, AdamW or your own `Rule`.
+        decays: which parameters weight decay applies to; by default those with two or more axes: not biases, not norms.
+    """
+
+    def __init__(
+        self, params: Iterable[Parameter], rule: Rule, *, decays: Callable[[Parameter], bool] = lambda p: p.ndim >= 2
+    ) -> None:
+        self.params = list(dict.fromkeys(params))
+        self.rule = rule
+        self.decays = decays
+        self.num_steps = 0
+        self._ranges = [(part, rule.init(part.data)) for part in FlatBuffer.of(self.params)]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.rule.lr(self.num_steps) if callable(self.rule.lr) else self.rule.lr
+
+    def step(self) -> None:
+        """Update every parameter that requires grad; a gradient that no backward reached counts as zero.
+
+        Raises:
+            RuntimeError: gradients are being reduced over ranks.
+        """
+        for part, _ in self._ranges:
+            if part.flat.state is GradState.REDUCING:
+                raise RuntimeError("optimizer.step() while gradients are being reduced over ranks; call wait() first")
+        lr = self.lr
+        for part, state in self._ranges:
+            for run, decay in self._runs(part):
+                own = slice(run.start - part.start, run.stop - part.start)
+                own_state = {name: array[own] for name, array in state.items()}
+                self.rule.update(run.data, run.grad, own_state, lr=lr, step=self.num_steps, decay=decay)
+                run.note_change("the optimizer")
+        self.num_steps += 1
+
+    def zero_grad(self) -> None:
+        """Mark all gradients fresh, in place: a bucket may own the memory."""
+        zero_grad(self.params)
+
+    def _runs(self, part: FlatRange) -> Iterator[tuple[FlatRange, bool]]:
+        """Cut a range where weight decay begins or ends, and leave frozen parameters out."""
+        for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, self.decays(p))):
+            if trainable:
+                yield FlatRange(part.flat, tuple(run)), decay
+
+
+def grad_square_sum(params: Iterable[Parameter]) -> float:
+    """Return the sum of squares of all gradients; of ranks that hold different parameters, the sums add."""
+    total = 0.0
+    for part in FlatBuffer.of(params):
+        grad = part.grad
+        total += float(xp_of(grad).vdot(grad, grad))
+    return total
+
+
+def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
+    """Scale all gradients by max_norm / norm if the norm of the whole model's gradient is larger than max_norm.
+
+    Raises:
+        ValueError: max_norm is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    if norm > max_norm:
+        for part in FlatBuffer.of(params):
+            grad = part.grad
+            grad *= max_norm / norm
+
+
+def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
+    """Clip the gradients of a model that lives in this process by their global norm.
+
+    Returns:
+        The norm before clipping.
+    Source: Pascanu et al. 2013.
+    """
+    norm = grad_square_sum(params) ** 0.5
+    scale_to_norm(params, norm, max_norm)
+    return norm

@@ -1,0 +1,229 @@
+"""Tensor: an array with a place on the tape. Parameter: a named leaf that a module owns.
+
+A tensor knows its data, its grad (leaves only) and the node that made it. What is done with
+them is the tape's business; where a parameter's memory lives is FlatBuffer's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .backend import Array, memory_range, xp_of
+
+if TYPE_CHECKING:
+    from .flat import FlatBuffer
+    from .tape import Node
+
+
+class Changes:
+    """Which memory was changed in place, and when.
+
+    Backward needs the values of the forward. Every in-place change that goes through
+    minigrad (optimizer, loading, `t.data = ...`) is noted here: a counter, and the byte
+    range with its newest count. Stale entries are harmless: one matters only if it is newer than a
+    node that still holds the memory, and then the memory is alive. Writes into `t.data[...]` cannot be seen.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ranges: dict[tuple[int, int], tuple[int, str]] = {}
+
+    def note(self, array: Array, name: str) -> None:
+        """Note that `array`, called `name`, has just been changed in place."""
+        self.count += 1
+        self._ranges[memory_range(array)] = (self.count, name)
+
+    def since(self, count: int, array: Array) -> str | None:
+        """Return the name of what changed `array`'s memory after `count`, or None."""
+        start, stop = memory_range(array)
+        for (lo, hi), (when, name) in tuple(self._ranges.items()):
+            if when > count and lo < stop and start < hi:
+                return name
+        return None
+
+
+changes = Changes()
+
+
+class Tensor:
+    """An array on the tape.
+
+    Args:
+        data: array or nested list; floating point if it requires grad. Not copied.
+        requires_grad: whether backward stores this leaf's gradient in `.grad`.
+    """
+
+    __slots__ = ("__weakref__", "_data", "_fresh", "_grad", "node", "requires_grad", "weight_side")
+    __array_ufunc__ = None  # NumPy arrays on the left leave the operation to our reflected operators
+
+    def __init__(self, data: Any, *, requires_grad: bool = False) -> None:
+        if isinstance(data, Tensor):
+            raise TypeError("Tensor(tensor): the data must be an array; use tensor.detach() for a cut copy")
+        array = data if xp_of(data) is not np else np.asarray(data)
+        if requires_grad and array.dtype.kind in "iub":
+            raise TypeError(f"only floating point tensors can require grad, got dtype {array.dtype}")
+        self._data: Array = array
+        self._grad: Array | None = None
+        self._fresh = True  # no gradient yet: the first contribution overwrites whatever `_grad` holds
+        self.node: Node | None = None
+        self.requires_grad = requires_grad
+        # Does this value depend on parameters alone (True), on data (False), or on neither (None)?
+        self.weight_side: bool | None = False
+
+    # -- values ---------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Array:
+        """The values. Assigning copies in: shape must match, the dtype is kept."""
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        value = value if hasattr(value, "shape") else np.asarray(value)
+        if value.shape != self._data.shape:
+            raise ValueError(f"{self.label}.data has shape {self._data.shape}, got {value.shape}")
+        self._data[...] = value
+        changes.note(self._data, self.label)
+
+    @property
+    def grad(self) -> Array | None:
+        """The gradient that backward stored, or None. Assigning copies in; None marks it fresh."""
+        return None if self._fresh else self._grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is None:
+            self._fresh = True
+            return
+        value = value if hasattr(value, "shape") else np.asarray(value)
+        if value.shape != self._data.shape:
+            raise ValueError(f"{self.label}.grad has shape {self._data.shape}, got {value.shape}")
+        self._fresh = True
+        self._add_to_grad(value)
+
+    def accumulate_grad(self, g: Array) -> None:
+        """Add one contribution to the gradient; the first one after a reset overwrites."""
+        self._add_to_grad(g)
+
+    def _add_to_grad(self, g: Array) -> None:
+        if self._grad is None:
+            self._grad = xp_of(self._data).empty_like(self._data)
+        if self._fresh:
+            self._grad[...] = g
+            self._fresh = False
+        else:
+            self._grad += g
+
+    def detach(self) -> Tensor:
+        """Return a tensor that shares this one's data and is cut from the tape."""
+        return Tensor(self._data)
+
+    def item(self) -> float:
+        """Return the only element as a Python number."""
+        return self._data.item()  # type: ignore[no-any-return]
+
+    # -- looks ----------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._data.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._data.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._data.ndim
+
+    @property
+    def size(self) -> int:
+        return self._data.size
+
+    @property
+    def label(self) -> str:
+        """What an error message calls this tensor."""
+        return "tensor"
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __repr__(self) -> str:
+        made_by = f", op={self.node.name}" if self.node is not None else ", requires_grad" * self.requires_grad
+        return f"{type(self).__name__}({self._data!r}{made_by})"
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Array:
+        raise TypeError("a Tensor is not an array: NumPy functions leave the tape; use tensor.data")
+
+    if TYPE_CHECKING:  # bound in ops/__init__.py, in one table
+
+        def __add__(self, other: Any) -> Tensor: ...
+        def __radd__(self, other: Any) -> Tensor: ...
+        def __sub__(self, other: Any) -> Tensor: ...
+        def __rsub__(self, other: Any) -> Tensor: ...
+        def __mul__(self, other: Any) -> Tensor: ...
+        def __rmul__(self, other: Any) -> Tensor: ...
+        def __truediv__(self, other: Any) -> Tensor: ...
+        def __rtruediv__(self, other: Any) -> Tensor: ...
+        def __neg__(self) -> Tensor: ...
+        def __matmul__(self, other: Any) -> Tensor: ...
+        def __rmatmul__(self, other: Any) -> Tensor: ...
+        def __getitem__(self, index: Any) -> Tensor: ...
+        def sum(self, *, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def mean(self, *, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def reshape(self, *, shape: tuple[int, ...]) -> Tensor: ...
+        def transpose(self, *, axes: tuple[int, ...] | None = None) -> Tensor: ...
+        def astype(self, *, dtype: Any) -> Tensor: ...
+        @property
+        def T(self) -> Tensor: ...
+
+
+class Parameter(Tensor):
+    """A named leaf that a module owns and an optimizer changes.
+
+    Its memory belongs to a FlatBuffer from the moment an optimizer or a data-parallel wrapper asks for one;
+    `data` and `grad` are views into it from then on.
+
+    Args:
+        data: floating point array; copied, so that nobody else holds the memory.
+        name: unique within a model; what errors, checkpoints and random streams call it.
+    """
+
+    __slots__ = ("flat", "name", "start")
+
+    def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
+        array = data if xp_of(data) is not np else np.asarray(data)
+        super().__init__(array.copy(order="C"), requires_grad=requires_grad)
+        self.name = name
+        self.weight_side = True  # frozen or not: what depends on parameters alone is weight work
+        self.flat: FlatBuffer | None = None
+        self.start = 0  # where it begins in its flat, in elements
+
+    @property
+    def label(self) -> str:
+        return repr(self.name) if self.name else f"parameter of shape {self.shape}"
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in its flat."""
+        return self.start + self.size
+
+    def accumulate_grad(self, g: Array) -> None:
+        """Add one contribution to the gradient; refused once it is reduced over ranks."""
+        if self.flat is not None:
+            self.flat.check_accumulating(self)
+        self._add_to_grad(g)
+
+    def fill_missing_grad(self) -> None:
+        """Make a gradient that no backward reached zeros."""
+        if self._fresh:
+            if self._grad is None:
+                self._grad = xp_of(self._data).empty_like(self._data)
+            self._grad[...] = 0
+            self._fresh = False
+
+    def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
+        """Let `flat` own the memory from now on; the values are already there."""
+        self._data, self._grad, self.flat, self.start = data, grad, flat, start
