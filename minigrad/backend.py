@@ -28,7 +28,7 @@ def xp_of(array: object) -> ModuleType:
 def to_host(array: Array) -> Array:
     """Return `array` as a NumPy array: itself, or a copy from the GPU."""
     xp = xp_of(array)
-    return array if xp is np else xp.asnumpy(array)  # type: ignore[attr-defined]
+    return array if xp is np else xp.asnumpy(array)
 
 
 def to_device(array: Array) -> Array:
@@ -41,7 +41,7 @@ def to_device(array: Array) -> Array:
         import cupy
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a GPU array needs CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
-    return cupy.asarray(array)  # type: ignore[no-any-return]
+    return cupy.asarray(array)
 
 
 def synchronize(array: Array) -> None:
@@ -76,7 +76,7 @@ def scatter_add_rows(target: Array, rows: Array, values: Array) -> None:
         # One reduction per distinct row, after a stable sort: np.add.at is several times slower.
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
-        starts = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
+        starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
         target[ordered[starts]] += np.add.reduceat(values[order], starts, axis=0)
 
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .backend import Array, xp_of
-from .tape import Joint, Node, Vjp, collect, kept_arrays, node_number
+from .tape import ALREADY_WALKED, Joint, Node, Vjp, collect, kept_arrays, node_number
 from .tensor import Parameter, Tensor, changes
+
+Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
 
 
 @dataclass(frozen=True)
@@ -152,14 +154,14 @@ def _seed(output: Tensor, grad: Any) -> Array:
     if grad is None:
         if output.ndim:
             raise ValueError(f"backward without a grad needs a scalar output, got shape {output.shape}")
-        return xp.ones(output.shape, output.dtype)  # type: ignore[no-any-return]
+        return xp.ones(output.shape, output.dtype)
     g = xp.asarray(grad, dtype=None if hasattr(grad, "dtype") else output.dtype)
     if g.shape != output.shape or g.dtype != output.dtype:
         raise ValueError(
             "the grad of an output must have its shape and dtype, "
             f"got {g.shape} {g.dtype} for {output.shape} {output.dtype}"
         )
-    return g  # type: ignore[no-any-return]
+    return g
 
 
 def _root(output: Tensor) -> Node:
@@ -199,15 +201,10 @@ def _walk(
         g = cotangents.pop(node)
         if node.changes != changes.count:
             _check_unchanged(node)
-        parents, vjps = node.parents, node.vjps
-        assert parents is not None
-        assert vjps is not None
-        node.parents = node.vjps = None
-        if type(vjps) is Joint:
-            vjps = tuple([lambda _, c=c: c for c in vjps(g)])
+        edges = _take_edges(node, g)
         if deferred is not None:
-            parents, vjps = _defer_weights(node, parents, vjps, g, deferred)
-        for parent, vjp in zip(parents, vjps, strict=True):
+            edges = _defer_weights(node, edges, g, deferred)
+        for parent, vjp in edges:
             c = vjp(g)
             if type(parent) is Node:
                 have = cotangents.get(parent)
@@ -226,31 +223,38 @@ def _walk(
             if parent in pending:
                 pending[parent] -= 1
                 if not pending[parent] and on_grad_ready is not None:
-                    on_grad_ready(parent)  # type: ignore[arg-type]
+                    on_grad_ready(parent)
         if between_ops is not None:
             between_ops()
 
 
-def _defer_weights(
-    node: Node,
-    parents: tuple[Node | Tensor, ...],
-    vjps: tuple[Vjp, ...],
-    g: Array,
-    deferred: dict[Node, Array],
-) -> tuple[tuple[Node | Tensor, ...], tuple[Vjp, ...]]:
+def _take_edges(node: Node, g: Array) -> list[Edge]:
+    """Take the edges off a node, which frees it; those of a joint vjp, run here, only hand their part over."""
+    parents, vjps = node.parents, node.vjps
+    if parents is None or vjps is None:  # two weight halves can meet in a node, such as one w.T for two outputs
+        raise RuntimeError(ALREADY_WALKED)
+    node.parents = node.vjps = None
+    if isinstance(vjps, Joint):
+        return [(parent, _constant(c)) for parent, c in zip(parents, vjps(g), strict=True)]
+    return list(zip(parents, vjps, strict=True))
+
+
+def _constant(c: Array) -> Vjp:
+    return lambda _: c
+
+
+def _defer_weights(node: Node, edges: list[Edge], g: Array, deferred: dict[Node, Array]) -> list[Edge]:
     """Leave the edges of `node` into weights to the weight half; return the other edges.
 
     The number stays, so that contributions arrive in the same order as in a whole backward.
     """
-    edges = list(zip(parents, vjps, strict=True))
     weight_edges = [edge for edge in edges if edge[0].weight_side]
-    if not weight_edges:
-        return parents, vjps
-    rest = Node(node.name, *zip(*weight_edges, strict=True), node.shape, node.dtype, True, node.number)
-    rest.changes = node.changes
-    deferred[rest] = g
-    data_edges = [edge for edge in edges if not edge[0].weight_side]
-    return tuple(p for p, _ in data_edges), tuple(v for _, v in data_edges)
+    if weight_edges:
+        parents, vjps = zip(*weight_edges, strict=True)
+        rest = Node(node.name, parents, vjps, node.shape, node.dtype, True, node.number)
+        rest.changes = node.changes
+        deferred[rest] = g
+    return [edge for edge in edges if not edge[0].weight_side]
 
 
 def _check_unchanged(node: Node) -> None:

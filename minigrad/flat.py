@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 from .backend import Array, xp_of
 from .tensor import Parameter, changes
@@ -80,13 +81,9 @@ class FlatBuffer:
         ranges: list[FlatRange] = []
         for flat in dict.fromkeys(p.flat for p in wanted):
             assert flat is not None
-            run: list[Parameter] = []
-            for p in (*flat.params, None):
-                if p is not None and p in chosen:
-                    run.append(p)
-                elif run:
+            for is_chosen, run in groupby(flat.params, chosen.__contains__):
+                if is_chosen:
                     ranges.append(FlatRange(flat, tuple(run)))
-                    run = []
         place = {p: i for i, p in enumerate(wanted)}
         return sorted(ranges, key=lambda r: min(place[p] for p in r.params))
 

@@ -42,7 +42,7 @@ def check_vjp(
     backward_with_grad(y, cotangent)
 
     def along(i: int, direction: Array, distance: float) -> float:
-        moved = [x + distance * direction if j == i else x for j, x in enumerate(args)]
+        moved = [Tensor(x.data + distance * direction) if j == i else x for j, x in enumerate(tensors)]
         return float(np.vdot(cotangent, function(*moved, **kwargs).data))
 
     name = getattr(function, "__name__", repr(function))

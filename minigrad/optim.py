@@ -22,7 +22,8 @@ _BLOCK = 1 << 16  # elements: each block's operands stay in the cache over the p
 class Rule(Protocol):
     """How values change, given gradients. `lr` is a number or a function of the step (from 0)."""
 
-    lr: LearningRate
+    @property
+    def lr(self) -> LearningRate: ...
 
     def init(self, data: Array) -> dict[str, Array]:
         """Return the state for `data`: arrays of its shape, by name."""

@@ -32,6 +32,7 @@ Vjp = Callable[[Array], Array]
 
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
 _node_numbers = itertools.count()
+ALREADY_WALKED = "this tape was already walked and its residuals are freed; run the forward again"
 
 
 class Node:
@@ -166,7 +167,7 @@ def collect(root: Node) -> list[Node]:
     while stack:
         parents = stack.pop().parents
         if parents is None:
-            raise RuntimeError("this tape was already walked and its residuals are freed; run the forward again")
+            raise RuntimeError(ALREADY_WALKED)
         for parent in parents:
             if type(parent) is Node and parent not in seen:
                 seen.add(parent)
@@ -212,7 +213,8 @@ class Tape:
         for node in reversed(collect(output.node) if output.node is not None else []):
             kept = 0
             for array in kept_arrays(node.vjps):
-                owner = array if array.base is None else array.base
+                base: Any = array.base
+                owner = base if hasattr(base, "nbytes") else array  # bytes and files can own memory too
                 if id(owner) not in counted:
                     counted.add(id(owner))
                     kept += owner.nbytes

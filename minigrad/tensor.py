@@ -60,7 +60,7 @@ class Tensor:
 
     def __init__(self, data: Any, *, requires_grad: bool = False) -> None:
         if isinstance(data, Tensor):
-            raise TypeError("Tensor(tensor): the data must be an array; use tensor.detach() for a cut copy")
+            raise TypeError("Tensor(tensor): the data must be an array; use tensor.detach() to leave the tape")
         array = data if xp_of(data) is not np else np.asarray(data)
         if requires_grad and array.dtype.kind in "iub":
             raise TypeError(f"only floating point tensors can require grad, got dtype {array.dtype}")
@@ -118,11 +118,18 @@ class Tensor:
 
     def detach(self) -> Tensor:
         """Return a tensor that shares this one's data and is cut from the tape."""
-        return Tensor(self._data)
+        cut = Tensor(self._data)
+        cut.weight_side = self.weight_side
+        return cut
+
+    def drop_data(self) -> None:
+        """Let go of the values and keep the place on the tape: shape and dtype stay, `data` reads as zeros."""
+        xp = xp_of(self._data)
+        self._data = xp.broadcast_to(xp.zeros((), self.dtype), self.shape)
 
     def item(self) -> float:
         """Return the only element as a Python number."""
-        return self._data.item()  # type: ignore[no-any-return]
+        return self._data.item()
 
     # -- looks ----------------------------------------------------------------------------
 
@@ -219,10 +226,14 @@ class Parameter(Tensor):
     def fill_missing_grad(self) -> None:
         """Make a gradient that no backward reached zeros."""
         if self._fresh:
-            if self._grad is None:
-                self._grad = xp_of(self._data).empty_like(self._data)
-            self._grad[...] = 0
-            self._fresh = False
+            self.grad_view()[...] = 0
+
+    def grad_view(self) -> Array:
+        """Return the gradient's memory for writing; it counts as written from now on."""
+        if self._grad is None:
+            self._grad = xp_of(self._data).empty_like(self._data)
+        self._fresh = False
+        return self._grad
 
     def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
         """Let `flat` own the memory from now on; the values are already there."""

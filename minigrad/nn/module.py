@@ -39,10 +39,13 @@ class Module:
         """Return all parameters by name.
 
         Raises:
-            ValueError: two parameters have the same name.
+            ValueError: a parameter has no name, or two have the same.
         """
         params = self.parameters()
         check_names(params)
+        for p in params:
+            if not p.name:
+                raise ValueError(f"parameters are told apart by name, but one of shape {p.shape} has none")
         return {p.name: p for p in params}
 
     def train(self, training: bool = True) -> None:

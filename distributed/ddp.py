@@ -1,0 +1,112 @@
+"""Data parallelism: every rank holds the model, takes its own samples, and averages gradients with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Protocol
+
+import numpy as np
+
+from distributed.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
+from distributed.communicator import Communicator
+from minigrad.backward import Hooks
+from minigrad.flat import FlatBuffer
+from minigrad.tensor import Parameter
+
+
+class HasParameters(Protocol):
+    """A module, or the stages of a pipeline."""
+
+    def parameters(self) -> Sequence[Parameter]: ...
+
+
+class DistributedDataParallel:
+    """Keeps a model's replicas equal: broadcasts rank 0's parameters, then averages gradients inside backward.
+
+        hooks = ddp.hooks(num_samples=len(x))
+        with rng.scope(seed=seed, step=step, first_sample=ddp.first_sample):    # only where layers draw
+            loss = loss_fn(model(x), y)                                         # the mean over this rank's samples
+        backward_with_hooks(loss, hooks)
+        ddp.wait()
+        optimizer.step()
+
+    A backward without the hooks accumulates on this rank alone. Making one is collective.
+
+    Args:
+        model: its parameters are all reduced, frozen ones too. Where it has `tied` parameters (stages of a pipeline),
+            these get the last buckets.
+        comm: the ranks that hold replicas.
+        bucket_bytes: see `GradientBucketManager`.
+    Raises:
+        ValueError: the ranks' parameters differ in name, shape or dtype; the same message on every rank.
+    """
+
+    def __init__(self, model: HasParameters, comm: Communicator, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        self.params = list(model.parameters())
+        self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
+        check_layout(self.params, self.comm)
+        tied = getattr(model, "tied", ())
+        self.buckets = GradientBucketManager(self.params, self.comm, bucket_bytes=bucket_bytes, last=tied)
+        self.first_sample = 0  # of this rank's samples in the global batch; set by `hooks`
+        self._share = 1 / comm.size
+        broadcast_params(self.params, self.comm)
+
+    def hooks(self, *, num_samples: int) -> Hooks:
+        """Return the hooks for one backward over this rank's samples.
+
+        Collective, and blocks for one small message: ranks weigh in the mean by their number of samples.
+
+        Args:
+            num_samples: of this rank in this step, over which its loss is the mean. Ranks hold consecutive samples.
+        Raises:
+            ValueError: num_samples is below 1 on some rank; the same message on every rank.
+        """
+        counts = self.comm.allgather(np.array([num_samples], np.int64)).wait()[:, 0]
+        if counts.min() < 1:
+            raise ValueError(f"every rank needs num_samples of at least 1, got {counts.tolist()} by rank")
+        self.first_sample = int(counts[: self.comm.rank].sum())
+        share = self._share = num_samples / int(counts.sum())
+        return Hooks(
+            on_start=lambda reached: self.buckets.start(reached, share),
+            on_grad_ready=self.buckets.mark_ready,
+            between_ops=self.comm.progress,
+        )
+
+    def wait(self) -> None:
+        """Block until all gradients are averaged over ranks; call it before clipping and stepping."""
+        self.buckets.wait()
+
+    def mean(self, value: float) -> float:
+        """Average a number over ranks, weighted as the gradients of the last `hooks`. Collective."""
+        total = np.array([value * self._share])
+        return float(self.comm.allreduce(total).wait()[0])
+
+
+def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: int = 0) -> None:
+    """Overwrite the parameters of every rank with those of `root`. Collective."""
+    parts = FlatBuffer.of(params)
+    for work in [comm.broadcast(part.data, root=root) for part in parts]:
+        work.wait()
+    for part in parts:
+        part.note_change("broadcast")
+
+
+def check_layout(params: Sequence[Parameter], comm: Communicator) -> None:
+    """Check that all ranks have the same parameters in the same order. Collective.
+
+    Raises:
+        ValueError: names the first that differs, and what two ranks have; the same message on every rank.
+    """
+    layouts = comm.gather_objects([(p.name, p.shape, str(p.dtype)) for p in params])
+    for place, entries in enumerate(zip_longest(*layouts)):
+        for rank, entry in enumerate(entries):
+            if entry != entries[0]:
+                raise ValueError(
+                    f"all ranks need the same parameters in the same order, but parameter {place} is "
+                    f"{_entry(entries[0])} on rank 0 and {_entry(entry)} on rank {rank}"
+                )
+
+
+def _entry(entry: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "missing" if entry is None else f"{entry[0]!r} {entry[2]}{list(entry[1])}"

@@ -1,0 +1,345 @@
+"""Ranks as threads of one process: the whole of `Communicator` without MPI, for tests and notebooks.
+
+`LocalWorld(4).run(program)` calls `program(comm)` on four threads. It is stricter than MPI where that finds mistakes:
+collectives that do not match are named, a wait that lasts too long says what every rank waits for, results land in an
+array only at wait() or test(), and with `rendezvous=True` no send completes before its receive is posted. It is no
+way to go faster: one lock guards everything.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NoReturn
+
+import numpy as np
+
+from distributed.communicator import PORTABLE_MAX_TAG, Array, Communicator, ReduceOp, Work, as_bytes, unpack
+
+_UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+_GRACE_SECONDS = 1.0  # for the other ranks to end after a failure, before run raises it
+
+
+class LocalWorld:
+    """A world of `size` ranks, each a thread of this process.
+
+    Args:
+        size: number of ranks.
+        rendezvous: a send completes only once its receive is posted, like MPI's Ssend; otherwise it completes at once.
+        timeout_seconds: longest single wait before TimeoutError tells what each rank waits for.
+    Raises:
+        ValueError: size < 1.
+    """
+
+    def __init__(self, size: int, *, rendezvous: bool = False, timeout_seconds: float = 60.0) -> None:
+        if size < 1:
+            raise ValueError(f"a LocalWorld needs at least 1 rank, got {size}")
+        self.size = size
+        self.rendezvous = rendezvous
+        self.timeout_seconds = timeout_seconds
+
+    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call program(comm, *args) on every rank and return the results by rank.
+
+        Each rank starts in its own copy of the caller's context variables.
+
+        Raises:
+            Whatever any rank raised first, with a note of the rank; ranks that wait for others end silently.
+        """
+        job = _Job(self.size, self.rendezvous, self.timeout_seconds)
+        space = _Space(job, range(self.size))
+        results: list[Any] = [None] * self.size
+
+        def run_rank(rank: int) -> None:
+            try:
+                results[rank] = program(LocalCommunicator(space, rank), *args)
+            except _Ended:
+                pass
+            except BaseException as error:
+                error.add_note(f"[rank {rank}]")
+                job.fail(error)
+            finally:
+                job.end(rank)
+
+        try:
+            for rank in range(self.size):
+                context = contextvars.copy_context()
+                threading.Thread(target=context.run, args=(run_rank, rank), name=f"rank {rank}", daemon=True).start()
+            job.join()
+        except BaseException as error:  # Ctrl-C too takes the ranks down
+            job.fail(error)
+            raise
+        return results
+
+
+class _Ended(BaseException):
+    """Unwinds a rank after another one failed; never leaves LocalWorld.run."""
+
+
+class _Job:
+    """One run of a world: its lock, its first failure, and who waits for what."""
+
+    def __init__(self, size: int, rendezvous: bool, timeout_seconds: float) -> None:
+        self.size = size
+        self.rendezvous = rendezvous
+        self.timeout_seconds = timeout_seconds
+        self.changed = threading.Condition()  # guards this job and all its spaces
+        self._failure: BaseException | None = None
+        self._waits: dict[int, tuple[int, str]] = {}  # thread -> its rank and what it waits for
+        self._ended: set[int] = set()
+
+    def fail(self, error: BaseException) -> None:
+        """Let this error be the failure of the job, unless there is one already, and wake every rank that waits."""
+        with self.changed:
+            if self._failure is None:
+                self._failure = error
+                self.changed.notify_all()
+
+    def end(self, rank: int) -> None:
+        with self.changed:
+            self._ended.add(rank)
+            self.changed.notify_all()
+
+    def join(self) -> None:
+        """Block until every rank has ended or one has failed, and raise that failure."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._failure is not None or len(self._ended) == self.size)
+            if self._failure is not None:
+                # A rank that computes cannot be woken; it meets the failure at its next call, or dies with the process.
+                self.changed.wait_for(lambda: len(self._ended) == self.size, _GRACE_SECONDS)
+                raise self._failure
+
+    def check(self) -> None:
+        """End the calling rank if another one has failed."""
+        if self._failure is not None:
+            raise _Ended
+
+    def wait_until(self, done: Callable[[], bool], rank: int, what: str) -> None:
+        thread = threading.get_ident()
+        with self.changed:
+            self._waits[thread] = (rank, what)
+            try:
+                if not self.changed.wait_for(done, self.timeout_seconds):
+                    raise TimeoutError(f"no rank may wait longer than {self.timeout_seconds} s, but {self._report()}")
+            finally:
+                del self._waits[thread]
+
+    def _report(self) -> str:
+        waits = dict(self._waits.values())
+        states = (
+            f"waits for {waits[rank]}" if rank in waits else "has ended" if rank in self._ended else "is computing"
+            for rank in range(self.size)
+        )
+        return "; ".join(f"rank {rank} {state}" for rank, state in enumerate(states))
+
+
+class _Collective:
+    """One collective, by its number: what each rank brought, and what came of it."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, str] = {}
+        self.contributions: dict[int, Any] = {}
+        self.result: Any = None
+        self.complete = False
+        self.mismatch: str | None = None
+
+    def check(self) -> None:
+        if self.mismatch is not None:
+            raise RuntimeError(self.mismatch)
+
+
+class _Message:
+    """One point-to-point message: sent, posted, or both, and then met."""
+
+    def __init__(self) -> None:
+        self.data: Array | None = None
+        self.posted = False
+        self.met = False
+
+
+class _Space:
+    """What the ranks of one communicator share: what is under way, keyed by number."""
+
+    def __init__(self, job: _Job, members: Sequence[int]) -> None:
+        self.job = job
+        self.members = members  # world ranks
+        self.collectives: dict[int, _Collective] = {}
+        self.messages: dict[tuple[int, int, int, int], _Message] = {}  # by source, dest, tag, number
+        self.label = "" if len(members) == job.size else f" among ranks {list(members)}"
+
+
+class _LocalWork(Work):
+    def __init__(self, job: _Job, rank: int, what: str, done: Callable[[], bool], land: Callable[[], Any]) -> None:
+        self._job = job
+        self._rank = rank
+        self._what = what
+        self._done = done
+        self._land = land
+        self._complete = False
+        self._result: Any = None
+
+    def test(self) -> bool:
+        with self._job.changed:
+            if not self._complete:
+                if self._done():
+                    self._result = self._land()
+                    self._complete = True
+                else:
+                    self._job.check()
+            return self._complete
+
+    def wait(self) -> Any:
+        self._job.wait_until(self.test, self._rank, self._what)
+        return self._result
+
+
+class LocalCommunicator(Communicator):
+    """One thread's end of a communicator; made by LocalWorld.run and by split.
+
+    Reductions combine in rank order and read the arrays when the last rank has joined, not before: whoever writes
+    into an array in flight sees a wrong sum.
+    """
+
+    def __init__(self, space: _Space, rank: int) -> None:
+        super().__init__(rank, len(space.members))
+        self._space = space
+        self._job = space.job
+        self._num_collectives = itertools.count()
+        self._num_sent: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
+        self._num_posted: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
+
+    @property
+    def library(self) -> str:
+        return "threads of one process"
+
+    @property
+    def max_tag(self) -> int:
+        return PORTABLE_MAX_TAG
+
+    def gather_objects(self, obj: object) -> list[Any]:
+        # Pickled as MPI does it, so that no object is shared by accident and what cannot be pickled fails here too.
+        parts = self._collective("gather_objects", pickle.dumps(obj), list, lambda parts: parts).wait()
+        return [pickle.loads(part) for part in parts]
+
+    def barrier(self) -> None:
+        self._collective("barrier", None, list, lambda _: None).wait()
+
+    def abort(self, message: str) -> NoReturn:
+        error = SystemExit(f"[rank {self._space.members[self.rank]}] {message}")
+        self._job.fail(error)
+        raise error
+
+    def _broadcast(self, array: Array, root: int) -> Work:
+        call = f"broadcast of {_spec(array)} from {root}"
+        return self._collective(call, array, lambda arrays: arrays[root].copy(), lambda result: _fill(array, result))
+
+    def _allreduce(self, array: Array, op: ReduceOp) -> Work:
+        call = f"allreduce of {_spec(array)} by {op.name}"
+        return self._collective(call, array, _reduction(op), lambda result: _fill(array, result))
+
+    def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
+        call = f"reduce_scatter of {_spec(flat)} by {op.name}"
+        n = flat.size // self.size
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        return self._collective(call, flat, _reduction(op), lambda result: _fill(flat[own], result[own]))
+
+    def _allgather(self, array: Array) -> Work:
+        return self._collective(f"allgather of {_spec(array)}", array, np.stack, np.copy)
+
+    def _split(self, color: int, key: int) -> Communicator:
+        def divide(requests: list[tuple[int, int]]) -> dict[int, _Space]:
+            groups: defaultdict[int, list[int]] = defaultdict(list)
+            for rank in sorted(range(self.size), key=lambda rank: requests[rank][1]):  # stable: then by rank
+                groups[requests[rank][0]].append(self._space.members[rank])
+            return {color: _Space(self._job, members) for color, members in groups.items()}
+
+        space = self._collective("split", (color, key), divide, lambda spaces: spaces[color]).wait()
+        return LocalCommunicator(space, space.members.index(self._space.members[self.rank]))
+
+    def _collective(
+        self, call: str, contribution: Any, combine: Callable[[list[Any]], Any], land: Callable[[Any], Any]
+    ) -> _LocalWork:
+        """Join the next collective; the last rank to join combines, each rank lands the result for itself."""
+        number = next(self._num_collectives)
+        with self._job.changed:
+            self._job.check()
+            collective = self._space.collectives.setdefault(number, _Collective())
+            self._match(collective, call, number)
+            collective.contributions[self.rank] = contribution
+            if len(collective.contributions) == self.size:
+                collective.result = combine([collective.contributions[rank] for rank in range(self.size)])
+                collective.complete = True
+                collective.contributions.clear()
+                del self._space.collectives[number]
+                self._job.changed.notify_all()
+
+        def done() -> bool:
+            collective.check()
+            return collective.complete
+
+        return self._work(f"{call} #{number}", done, lambda: land(collective.result))
+
+    def _match(self, collective: _Collective, call: str, number: int) -> None:
+        """Note this rank's call; where another rank's differs, raise on this rank and, at their wait, on the others."""
+        collective.calls[self.rank] = call
+        for other, other_call in collective.calls.items():
+            if other_call != call and collective.mismatch is None:
+                pair = sorted([(other, other_call), (self.rank, call)])
+                collective.mismatch = (
+                    f"all ranks must call the same collectives in the same order, but for collective #{number}"
+                    f"{self._space.label} " + " and ".join(f"rank {rank} calls {what}" for rank, what in pair)
+                )
+                self._job.changed.notify_all()
+        collective.check()
+
+    def _isend(self, array: Array, dest: int, tag: int) -> Work:
+        rendezvous = self._job.rendezvous
+        data = as_bytes(array) if rendezvous else as_bytes(array).copy()
+        message = self._message((self.rank, dest, tag, next(self._num_sent[dest, tag])), data=data)
+        return self._work(f"send to {dest} tag {tag}", lambda: message.met or not rendezvous, lambda: array)
+
+    def _irecv(self, array: Array, source: int, tag: int) -> Work:
+        message = self._message((source, self.rank, tag, next(self._num_posted[source, tag])), posted=True)
+
+        def land() -> Array:
+            assert message.data is not None
+            return unpack(message.data, array, source=source, tag=tag)
+
+        return self._work(f"recv from {source} tag {tag}", lambda: message.met, land)
+
+    def _message(self, key: tuple[int, int, int, int], *, data: Array | None = None, posted: bool = False) -> _Message:
+        """Add this rank's half of a message; where both halves are there, the data is taken from the sender."""
+        with self._job.changed:
+            self._job.check()
+            message = self._space.messages.setdefault(key, _Message())
+            message.data = message.data if data is None else data
+            message.posted = message.posted or posted
+            if message.data is not None and message.posted:
+                if self._job.rendezvous:  # until now a view of the sender's live array
+                    message.data = message.data.copy()
+                message.met = True
+                del self._space.messages[key]
+                self._job.changed.notify_all()
+            return message
+
+    def _work(self, what: str, done: Callable[[], bool], land: Callable[[], Any]) -> _LocalWork:
+        return _LocalWork(self._job, self._space.members[self.rank], what + self._space.label, done, land)
+
+
+def _spec(array: Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _fill(array: Array, values: Array) -> Array:
+    array[...] = values
+    return array
+
+
+def _reduction(op: ReduceOp) -> Callable[[list[Array]], Array]:
+    ufunc = _UFUNCS[op]
+    return lambda arrays: reduce(ufunc, arrays[1:], arrays[0].copy())

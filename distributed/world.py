@@ -1,0 +1,58 @@
+"""The communicator that this process was started with: MPI under a launcher, a single rank otherwise.
+
+Nothing here imports mpi4py unless a launcher's environment says that there are ranks: importing it starts MPI, which
+takes a second.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+
+from distributed.communicator import Communicator, SoloCommunicator
+
+# How launchers tell a process its rank: Open MPI; srun --mpi=pmix; MPICH, Intel MPI and srun --mpi=pmi2.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+
+
+def world(*, synchronous_sends: bool = False) -> Communicator:
+    """Return the communicator of all ranks of this job.
+
+    Collective. Under MPI it also makes an uncaught exception on any rank end the job, so call it early: until then
+    it is left to the launcher to end the other ranks, which Open MPI's does and MPICH's does not.
+
+    Args:
+        synchronous_sends: no send completes before its receive is posted; shows programs that rely on buffering.
+    """
+    if not launched_by_mpi():
+        return SoloCommunicator()
+    from distributed.mpi import mpi_world
+
+    return mpi_world(synchronous_sends=synchronous_sends)
+
+
+def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether an MPI launcher (mpirun, mpiexec, srun) started this process."""
+    # A Slurm step of one task may be a person's interactive shell, and needs no MPI either way.
+    in_slurm_step = int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    return in_slurm_step or any(variable in environ for variable in _RANK_VARIABLES)
+
+
+def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return this process's rank before MPI has started, 0 outside a launcher: who prints an argument error."""
+    if not launched_by_mpi(environ):
+        return 0
+    return next(int(environ[variable]) for variable in (*_RANK_VARIABLES, "SLURM_PROCID") if variable in environ)
+
+
+def describe(comm: Communicator) -> str:
+    """Describe a communicator for a start line: `2 ranks on 1 host, Open MPI v5.0.11`, `1 rank, no MPI`. Collective."""
+    num_hosts = len(set(comm.gather_objects(platform.node())))
+    ranks = _count(comm.size, "rank")
+    where = f" on {_count(num_hosts, 'host')}" if comm.size > 1 else ""
+    return f"{ranks}{where}, {comm.library}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

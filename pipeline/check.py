@@ -1,0 +1,93 @@
+"""What makes orders a schedule, checked before anything runs.
+
+A message names the rule, the values and the place, and draws the orders with the faulty cell marked.
+This is about the order of compute alone; whether messages can block each other is asked of the lowered program.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import product
+
+from pipeline.action import Action, Kind, Placement, ScheduleError
+from pipeline.draw import draw_order
+from pipeline.simulate import walk
+
+_NAMES = {Kind.F: "F", Kind.B: "B or BW", Kind.W: "W or BW"}
+
+
+def validate(orders: Sequence[Sequence[Action]], *, num_stages: int, num_microbatches: int, rank_of: Placement) -> None:
+    """Refuse orders that are not a training step.
+
+    - Every stage runs F, then B, then W of every micro-batch, each once; BW counts as B and W.
+    - An action is in the order of the rank that owns its stage.
+    - All ranks reach the end, when each action waits for what it needs.
+
+    Raises:
+        ScheduleError: the first rule that is broken; `cells` says where.
+    """
+    try:
+        _check_placement(rank_of, num_stages, len(orders))
+        done = _check_cells(orders, num_stages, num_microbatches, rank_of)
+        _check_complete(orders, done, num_stages, num_microbatches, rank_of)
+        deque(walk(orders, num_stages), maxlen=0)  # to its end, for its error
+    except ScheduleError as fault:
+        raise ScheduleError(f"{fault}\n{draw_order(orders, fault.cells)}", fault.cells) from None
+
+
+def _check_placement(rank_of: Placement, num_stages: int, num_ranks: int) -> None:
+    for stage in range(num_stages):
+        rank = rank_of(stage, num_ranks)
+        if not 0 <= rank < num_ranks:
+            raise ScheduleError(f"rank_of must give one of {num_ranks} ranks, got rank {rank} for stage {stage}")
+
+
+def _check_cells(
+    orders: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int, rank_of: Placement
+) -> dict[Action, tuple[int, int]]:
+    """Check each cell against the cells before it; return where each part is done."""
+    done: dict[Action, tuple[int, int]] = {}
+    for rank, order in enumerate(orders):
+        for index, action in enumerate(order):
+            cell = (rank, index)
+            found = f"got {action} on rank {rank}"
+            if not action.kind.is_compute:
+                raise ScheduleError(f"an order holds compute actions only (F, B, W, BW), {found}", [cell])
+            if not 0 <= action.stage < num_stages:
+                raise ScheduleError(f"stages are numbered 0 to {num_stages - 1}, {found}", [cell])
+            if not 0 <= action.microbatch < num_microbatches:
+                raise ScheduleError(f"micro-batches are numbered 0 to {num_microbatches - 1}, {found}", [cell])
+            owner = rank_of(action.stage, len(orders))
+            if owner != rank:
+                raise ScheduleError(f"stage {action.stage} belongs to rank {owner}, {found}", [cell])
+            for part in action.parts:
+                if part in done:
+                    raise ScheduleError(
+                        f"a stage runs {part.kind.value} of a micro-batch once, {found} after {part} was done",
+                        [done[part], cell],
+                    )
+            for need in action.needs(num_stages):
+                if need.stage == action.stage and need not in done:
+                    raise ScheduleError(
+                        f"F comes before B before W of a micro-batch, {found} with no {need} before it", [cell]
+                    )
+            done.update(dict.fromkeys(action.parts, cell))
+    return done
+
+
+def _check_complete(
+    orders: Sequence[Sequence[Action]],
+    done: Collection[Action],
+    num_stages: int,
+    num_microbatches: int,
+    rank_of: Placement,
+) -> None:
+    for stage, microbatch, kind in product(range(num_stages), range(num_microbatches), _NAMES):
+        if Action(kind, stage, microbatch) not in done:
+            rank = rank_of(stage, len(orders))
+            raise ScheduleError(
+                f"every stage runs every micro-batch: rank {rank} has no {_NAMES[kind]} of micro-batch {microbatch} "
+                f"on stage {stage}",
+                [(rank, len(orders[rank]))],
+            )

@@ -1,0 +1,70 @@
+"""Schedules as text: against time for a README, as lists for an error message."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pipeline.action import Action
+from pipeline.simulate import Timeline
+
+
+def draw(timeline: Timeline) -> str:
+    """Draw what each rank does against time, one row a rank.
+
+        rank 0 |F0|F1|     |B0   |F2|B1   |  |B2   |
+        rank 1    |F0|B0   |F1|B1   |F2|B2   |
+
+    The shortest action is one column wide and the others in proportion; space is idle time. A full backward is a
+    wide B. A rank with several stages names the stage first, as in `2F0`.
+    """
+    several_stages = any(len({action.stage for action, _, _ in row}) > 1 for row in timeline.rows)
+
+    def label(action: Action) -> str:
+        # B and BW are one letter, so that the micro-batch numbers stand one under the other.
+        stage = str(action.stage) if several_stages else ""
+        return f"{stage}{action.kind.value[0]}{action.microbatch}"
+
+    shortest = min(end - start for row in timeline.rows for _, start, end in row)
+    column = 1 + max(len(label(action)) for row in timeline.rows for action, _, _ in row)  # with its bar
+
+    def place(time: float) -> int:
+        # Rounding down keeps every action at least a column wide; the last term is for times that are
+        # a rounding error below a whole column.
+        return int(time / shortest * column + 1e-6)
+
+    lines = []
+    for row in timeline.rows:
+        line = [" "] * (place(row[-1].end) + 1)
+        for action, start, end in row:
+            left, right = place(start), place(end)
+            line[left] = line[right] = "|"
+            line[left + 1 : right] = label(action).ljust(right - left - 1)
+        lines.append("".join(line))
+    return _with_rank_numbers(lines)
+
+
+def draw_order(orders: Sequence[Sequence[Action]], mark: Collection[tuple[int, int]] = ()) -> str:
+    """Draw the orders as written, the cells (rank, index) of `mark` in brackets.
+
+        rank 0  0F0   0F1   0BW0  0BW1
+        rank 1  1F0   1BW0 [1BW0] 1F1 <-- here
+
+    A marked index behind the end of an order is drawn as an empty cell: something is missing there.
+    """
+    width = 2 + max((len(str(action)) for order in orders for action in order), default=0)
+
+    def cell(rank: int, index: int) -> str:
+        text = str(orders[rank][index]) if index < len(orders[rank]) else ""
+        return (f"[{text}]" if (rank, index) in mark else f" {text} ").ljust(width)
+
+    marked_ranks = {rank for rank, _ in mark}
+    lines = []
+    for rank, order in enumerate(orders):
+        line = "".join(cell(rank, index) for index in range(len(order) + 1)).rstrip()
+        lines.append(line + " <-- here" * (rank in marked_ranks))
+    return _with_rank_numbers(lines)
+
+
+def _with_rank_numbers(lines: Sequence[str]) -> str:
+    width = len(str(len(lines) - 1))
+    return "\n".join(f"rank {rank:{width}} {line}".rstrip() for rank, line in enumerate(lines))

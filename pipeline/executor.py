@@ -1,0 +1,342 @@
+"""PipelineExecutor: runs this rank's program, one action after another.
+
+A program is a list of actions (`lower`), so this file knows no schedule: it receives, computes and sends as told.
+What a step needs beside the actions is done once, around them:
+
+    open      one allgather: what every rank was given; bad input raises on all ranks, before any message
+    program   receives, forwards, backwards, sends; gradients of parameters are final at their last backward
+    close     sends complete; tied weights summed; their hooks fired; the losses told to every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distributed.communicator import Communicator
+from minigrad import rng
+from minigrad.backward import Hooks
+from minigrad.tape import no_grad
+from minigrad.tensor import Parameter, Tensor
+from pipeline import microbatch
+from pipeline.action import Action, Kind
+from pipeline.check import validate
+from pipeline.lower import lower
+from pipeline.opening import Batch, Opening, agree, open_step
+from pipeline.p2p import PointToPoint
+from pipeline.readiness import Readiness
+from pipeline.schedules import Schedule
+from pipeline.spec import Spec
+from pipeline.stage import LocalStages
+
+Array = np.ndarray[Any, Any]
+LossFn = Callable[[Any, Array], Tensor]
+
+
+@dataclass(frozen=True)
+class PipelineOutput:
+    """What one pass over a batch gave, by micro-batch.
+
+    Attributes:
+        losses: of each micro-batch, on every rank; empty where there was no loss.
+        weights: each micro-batch's share of the samples.
+        outputs: of the last stage, on its rank; elsewhere empty.
+        input_grads: of the first stage, on its rank, where asked for; elsewhere empty.
+    """
+
+    losses: list[float]
+    weights: list[float]
+    outputs: list[Array]
+    input_grads: list[Array]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the batch."""
+        return float(sum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)))
+
+
+@dataclass
+class _Pass:
+    """The state of one pass over a batch, from its opening to its close.
+
+    Attributes:
+        made: outputs and gradients computed here and not yet sent or used, keyed by the send that carries them.
+        cotangents: where a backward starts: each micro-batch's weight in the mean loss, or what the caller gives.
+        tied_before: the gradients of tied parameters from before this pass, which must not be summed again.
+    """
+
+    opening: Opening
+    weights: list[float]
+    cotangents: Sequence[Any]
+    readiness: Readiness
+    has_loss: bool
+    keep_outputs: bool
+    input_grads: bool
+    trains: bool
+    made: dict[Action, Array] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    outputs: dict[int, Array] = field(default_factory=dict)
+    output_specs: dict[int, Spec] = field(default_factory=dict)
+    grads_of_input: dict[int, Array] = field(default_factory=dict)
+    tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)
+
+
+class PipelineExecutor:
+    """Trains a model that is spread over the ranks of a pipeline.
+
+    Making one, and every method, is collective over `comm`. A batch `x` is an array of samples or a list of
+    `num_microbatches` arrays; only the first stage's rank needs x and only the last one's y, others may pass the
+    same or None.
+
+    Args:
+        stages: this rank's part of the model.
+        comm: the ranks of the pipeline.
+        schedule: the order of work; see SCHEDULES.
+        num_microbatches: parts that a batch is split into.
+        loss_fn: (output, y) -> the mean loss over the samples of one micro-batch; needed on the last stage.
+    Raises:
+        ValueError: num_microbatches < 1, the schedule does not allow these sizes, or stages do not fit it.
+    """
+
+    def __init__(
+        self,
+        stages: LocalStages,
+        comm: Communicator,
+        schedule: Schedule,
+        *,
+        num_microbatches: int,
+        loss_fn: LossFn | None = None,
+    ) -> None:
+        orders = schedule.orders(comm.size, num_microbatches)
+        num_stages = schedule.num_stages(comm.size)
+        validate(orders, num_stages=num_stages, num_microbatches=num_microbatches, rank_of=schedule.rank_of)
+        own = [s for s in range(num_stages) if schedule.rank_of(s, comm.size) == comm.rank]
+        if [stage.stage_id for stage in stages] != own:
+            raise ValueError(
+                f"{schedule.name} places stages {own} on rank {comm.rank}, got {[s.stage_id for s in stages]}"
+            )
+        self.comm = comm.duplicate()
+        self.stages = stages
+        self.num_microbatches = num_microbatches
+        self.loss_fn = loss_fn
+        self._stage = {stage.stage_id: stage for stage in stages}
+        self._first_rank = schedule.rank_of(0, comm.size)
+        self._last_stage = num_stages - 1
+        self._last_rank = schedule.rank_of(self._last_stage, comm.size)
+        self._p2p = PointToPoint(
+            self.comm,
+            lambda stage: schedule.rank_of(stage, comm.size),
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+        )
+
+        def program(kinds: Sequence[Kind]) -> list[Action]:
+            kept = [[action for action in order if action.kind in kinds] for order in orders]
+            return lower(kept, rank_of=schedule.rank_of, num_stages=num_stages)[comm.rank]
+
+        self._training = program(list(Kind))
+        self._forwards = program([Kind.F])
+        self._backwards = program([Kind.B, Kind.W, Kind.BW])
+        self._waiting: _Pass | None = None  # a forward whose backward is still to come
+
+    def step(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> float:
+        """Run forward and backward of a batch; gradients add to those of the parameters.
+
+        Args:
+            hooks: fired as in one backward over the whole batch: each parameter once, when its gradient is final.
+        Returns:
+            The mean loss of the batch, on every rank.
+        """
+        state = self._open(x, y, has_loss=True)
+        return self._train(state, hooks).loss
+
+    def run(
+        self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None, input_grads: bool = False
+    ) -> PipelineOutput:
+        """Run forward and backward of a batch, as `step`, and return what each micro-batch gave."""
+        state = self._open(x, y, has_loss=True, keep_outputs=True, input_grads=input_grads)
+        return self._train(state, hooks)
+
+    def evaluate(self, x: Batch | None, y: Batch | None) -> float:
+        """Return the mean loss of a batch, on every rank. Records nothing; `stages.eval()` turns dropout off."""
+        state = self._open(x, y, has_loss=True, trains=False)
+        with no_grad():
+            self._execute(self._forwards, state)
+        self._p2p.finish()
+        return self._result(state).loss
+
+    def forward(self, x: Batch | None, *, input_grads: bool = False) -> PipelineOutput:
+        """Run the forward of a batch and keep its tapes for `backward`; there is no loss.
+
+        Raises:
+            RuntimeError: the last forward has had no backward.
+        """
+        state = self._open(x, None, has_loss=False, keep_outputs=True, input_grads=input_grads)
+        self._execute(self._forwards, state)
+        self._p2p.finish()
+        self._waiting = state
+        return self._result(state)
+
+    def backward(self, cotangents: Batch | None, *, hooks: Hooks | None = None) -> PipelineOutput:
+        """Run the backward of the last `forward` from the caller's own gradients.
+
+        Args:
+            cotangents: of the outputs, on the last stage: a batch or a list of micro-batches. Elsewhere ignored.
+        Raises:
+            RuntimeError: there was no forward, or its backward is done already.
+            ValueError: their shapes or dtypes are not those of the outputs; the same message on every rank.
+        """
+        state = self._waiting
+        if state is None:
+            raise RuntimeError("pipe.backward() without pipe.forward(): each micro-batch can be used only once")
+        agree(self.comm, lambda: self._take_cotangents(state, cotangents), num_columns=0)
+        self._waiting = None
+        self._p2p.begin(state.opening.specs)
+        self._start(state, hooks)
+        self._execute(self._backwards, state)
+        return self._finish(state)
+
+    # -- around the program -------------------------------------------------------------------
+
+    def _open(
+        self,
+        x: Batch | None,
+        y: Batch | None,
+        *,
+        has_loss: bool,
+        keep_outputs: bool = False,
+        input_grads: bool = False,
+        trains: bool = True,
+    ) -> _Pass:
+        if self._waiting is not None and trains:
+            raise RuntimeError(
+                "a forward still waits for pipe.backward(): a new pass would use its micro-batches twice"
+            )
+        opening = open_step(
+            self.comm,
+            x,
+            y,
+            num_microbatches=self.num_microbatches,
+            needs_x=0 in self._stage,
+            needs_y=has_loss and self._last_stage in self._stage,
+            has_loss_fn=self.loss_fn is not None,
+            first_rank=self._first_rank,
+            input_grads=input_grads,
+        )
+        self._p2p.begin(opening.specs)
+        weights = microbatch.weights(opening.sizes)
+        readiness = Readiness(len(self._stage) * self.num_microbatches, self.stages.tied)
+        return _Pass(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
+
+    def _train(self, state: _Pass, hooks: Hooks | None) -> PipelineOutput:
+        self._start(state, hooks)
+        self._execute(self._training, state)
+        return self._finish(state)
+
+    def _start(self, state: _Pass, hooks: Hooks | None) -> None:
+        state.readiness.use((hooks or Hooks()) + Hooks(between_ops=self.comm.progress))
+        state.tied_before = self.stages.set_tied_aside()
+
+    def _finish(self, state: _Pass) -> PipelineOutput:
+        self._p2p.finish()
+        self.stages.sum_tied(state.tied_before)
+        state.readiness.finish()
+        return self._result(state)
+
+    def _result(self, state: _Pass) -> PipelineOutput:
+        """Tell every rank the losses, and give what this rank holds."""
+        losses = np.array([state.losses.get(i, 0.0) for i in range(self.num_microbatches if state.has_loss else 0)])
+        if state.has_loss:
+            self.comm.broadcast(losses, root=self._last_rank).wait()
+        outputs, input_grads = ([d[i] for i in sorted(d)] for d in (state.outputs, state.grads_of_input))
+        return PipelineOutput(losses.tolist(), state.weights, outputs, input_grads)
+
+    def _take_cotangents(self, state: _Pass, cotangents: Batch | None) -> Array:
+        if self._last_stage in self._stage:
+            if cotangents is None:
+                raise ValueError("the last stage needs the cotangents of its outputs, got None")
+            parts = microbatch.as_microbatches(cotangents, self.num_microbatches, "cotangents")
+            for i, part in enumerate(parts):
+                wanted, given = state.output_specs[i], Spec.of(part)
+                if given != wanted:
+                    raise ValueError(f"cotangents: micro-batch {i} must be as its output, {wanted}, got {given}")
+            state.cotangents = parts
+        return np.zeros(0, np.int64)
+
+    # -- the program ----------------------------------------------------------------------------
+
+    def _execute(self, program: Sequence[Action], state: _Pass) -> None:
+        for action in program:
+            match action.kind:
+                case Kind.RECV_F | Kind.RECV_B:
+                    self._p2p.post(action)
+                case Kind.SEND_F | Kind.SEND_B:
+                    if action in state.made:
+                        self._p2p.send(action, state.made.pop(action))
+                case Kind.F:
+                    self._run_forward(action, state)
+                case Kind.B | Kind.BW:
+                    self._run_backward(action, state)
+                case Kind.W:
+                    stage = self._stage[action.stage]
+                    stage.backward_weight(action.microbatch, state.readiness.backward_hooks())
+            self.comm.progress()
+
+    def _run_forward(self, action: Action, state: _Pass) -> None:
+        stage_id, i = action.stage, action.microbatch
+        stage, is_last = self._stage[stage_id], stage_id == self._last_stage
+        if stage_id == 0:
+            assert state.opening.inputs is not None
+            x, wants_grad = state.opening.inputs[i], state.input_grads
+        else:
+            x = self._arrived(Action(Kind.SEND_F, stage_id - 1, i), Action(Kind.RECV_F, stage_id, i), state)
+            wants_grad = Spec.of(x).is_float
+        with rng.offset(sum(state.opening.sizes[:i])):
+            output, reached = stage.forward(
+                i, x, input_grad=wants_grad, finish=self._loss(i, state) if is_last else None, keep_tape=state.trains
+            )
+        state.readiness.forward_done(reached)
+        if not is_last:
+            state.made[Action(Kind.SEND_F, stage_id, i)] = output
+
+    def _loss(self, i: int, state: _Pass) -> Callable[[Any], Any]:
+        """Return what the last stage does with its output: note it, and go on to the loss where there is one."""
+
+        def finish(output: Any) -> Any:
+            array = output.data if isinstance(output, Tensor) else output
+            state.output_specs[i] = Spec.of(array)
+            if state.keep_outputs:
+                state.outputs[i] = array
+            if not state.has_loss:
+                return output
+            assert self.loss_fn is not None
+            assert state.opening.targets is not None
+            loss = self.loss_fn(output, state.opening.targets[i])
+            state.losses[i] = loss.item()
+            return loss
+
+        return finish
+
+    def _run_backward(self, action: Action, state: _Pass) -> None:
+        stage_id, i = action.stage, action.microbatch
+        stage = self._stage[stage_id]
+        if stage_id == self._last_stage:
+            cotangent = state.cotangents[i]
+        else:
+            cotangent = self._arrived(Action(Kind.SEND_B, stage_id + 1, i), Action(Kind.RECV_B, stage_id, i), state)
+            if cotangent is not None:  # the output has arrived where this comes from: its send is complete
+                self._p2p.wait_sent(Action(Kind.SEND_F, stage_id, i))
+        run = stage.backward if action.kind is Kind.BW else stage.backward_input
+        input_grad = run(i, cotangent, state.readiness.backward_hooks())
+        if stage_id == 0:
+            if input_grad is not None:
+                state.grads_of_input[i] = input_grad
+        elif input_grad is not None:
+            state.made[Action(Kind.SEND_B, stage_id, i)] = input_grad
+
+    def _arrived(self, made: Action, receive: Action, state: _Pass) -> Any:
+        """Return what the neighbouring stage made: handed over, or received; None where no gradient comes."""
+        return state.made.pop(made, None) if made.stage in self._stage else self._p2p.receive(receive)

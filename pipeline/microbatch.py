@@ -1,0 +1,64 @@
+"""Micro-batches: how a batch is split, and what each part weighs.
+
+    batch of 7 samples, M = 3      | 0 1 2 | 3 4 | 5 6 |      weights 3/7, 2/7, 2/7
+
+The loss of a batch is the mean over its samples, so a micro-batch's mean loss counts by its share of the samples.
+The executor starts each micro-batch's backward from that weight, and divides nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def split(batch: Array, num_microbatches: int) -> list[Array]:
+    """Cut a batch along its first axis into parts of nearly equal size, the larger ones first. Views.
+
+    Raises:
+        ValueError: there is no batch axis, or there are fewer samples than micro-batches.
+    """
+    if batch.ndim == 0:
+        raise ValueError(f"a batch needs a first axis of samples, got a scalar of dtype {batch.dtype}")
+    if len(batch) < num_microbatches:
+        raise ValueError(
+            f"a batch needs at least one sample for each micro-batch, "
+            f"got {len(batch)} samples and {num_microbatches} micro-batches"
+        )
+    ends = np.cumsum(sizes(len(batch), num_microbatches))
+    return np.split(batch, ends[:-1])
+
+
+def as_microbatches(x: Array | Sequence[Array], num_microbatches: int, name: str) -> list[Array]:
+    """Return a batch, or a list of micro-batches, as a list of micro-batches.
+
+    Raises:
+        ValueError: as `split`; or a list has another length, an item without samples, or the same array twice.
+    """
+    if not isinstance(x, (list, tuple)):
+        return split(np.asarray(x), num_microbatches)
+    parts = [np.asarray(part) for part in x]
+    if len(parts) != num_microbatches:
+        raise ValueError(f"{name}: num_microbatches is {num_microbatches}, got a list of {len(parts)}")
+    for i, part in enumerate(parts):
+        if part.ndim == 0 or len(part) == 0:
+            raise ValueError(f"{name}: micro-batch {i} needs a first axis of samples, got shape {part.shape}")
+        for j in range(i):
+            if x[j] is x[i]:
+                raise ValueError(f"{name}: a micro-batch is used twice, {j} and {i} are the same array")
+    return parts
+
+
+def sizes(num_samples: int, num_microbatches: int) -> list[int]:
+    """Return the sizes of the parts that `split` makes."""
+    small, larger = divmod(num_samples, num_microbatches)
+    return [small + (i < larger) for i in range(num_microbatches)]
+
+
+def weights(counts: Sequence[int]) -> list[float]:
+    """Return the share of the samples that each micro-batch has."""
+    return [count / sum(counts) for count in counts]

@@ -1,0 +1,167 @@
+"""Point to point between stages: what is posted, what is in flight, and how a receiver knows the shape.
+
+A message between two stages is an activation (F, forward) or the gradient of one (B, backward). Its receive can be
+posted early only if its shape and dtype are known. They are learned once for every boundary and micro-batch shape:
+
+    first step with a shape     header (dtype, shape), then the data
+    later steps                 the data alone, into a receive that waits for it
+
+Both ends decide by what they knew when the step began, so they always agree: what a step teaches counts from the
+next one. A gradient has the shape of the activation that went the other way, so it never has a header; it
+travels if and only if the activation is floating point, whatever is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from distributed.communicator import Communicator, Work
+from pipeline.action import Action, Kind
+from pipeline.spec import SPEC_COLUMNS, Spec
+
+Array = np.ndarray[Any, Any]
+
+
+class PointToPoint:
+    """The messages of one rank in a pipeline.
+
+    Args:
+        comm: the ranks of the pipeline; nobody else sends on it.
+        rank_of: stage -> rank.
+        num_stages, num_microbatches: bound the tags.
+    Raises:
+        ValueError: the tags would exceed what the communicator allows.
+    """
+
+    def __init__(
+        self, comm: Communicator, rank_of: Callable[[int], int], *, num_stages: int, num_microbatches: int
+    ) -> None:
+        if 3 * num_stages * num_microbatches > comm.max_tag + 1:
+            raise ValueError(
+                f"stages * micro-batches must be at most {(comm.max_tag + 1) // 3} on this communicator, "
+                f"got {num_stages} and {num_microbatches}"
+            )
+        self.comm = comm
+        self._rank_of = rank_of
+        self._num_microbatches = num_microbatches
+        self._known: dict[tuple[int, Spec], Spec] = {}  # (receiving stage, micro-batch's input) -> what it receives
+        self._learned: dict[tuple[int, Spec], Spec] = {}
+        self._inputs: Sequence[Spec] = ()  # of the micro-batches of this step
+        self._outputs: dict[tuple[int, int], Spec] = {}  # (stage, micro-batch) -> what it sent forward: what comes back
+        self._headers: dict[Action, Work] = {}
+        self._posted: dict[Action, Work] = {}
+        self._sends: dict[Action, list[Work]] = {}
+
+    def begin(self, inputs: Sequence[Spec]) -> None:
+        """Begin a step on micro-batches of these shapes and dtypes."""
+        self._inputs = inputs
+        self._outputs.clear()
+
+    def post(self, receive: Action) -> None:
+        """Post a receive as far as its shape is known."""
+        spec = self._expected(receive)
+        if spec is not None:
+            self._post_data(receive, spec)
+        elif receive.kind is Kind.RECV_F:
+            header = np.empty(SPEC_COLUMNS, np.int64)
+            self._headers[receive] = self.comm.irecv(header, source=self._peer(receive), tag=self._tag(receive, 2))
+
+    def receive(self, receive: Action) -> Array | None:
+        """Block until a posted message is there; None where no gradient comes because the activation was no float."""
+        if receive in self._headers:
+            spec = Spec.decode(self._headers.pop(receive).wait())
+            self._learned[receive.stage, self._inputs[receive.microbatch]] = spec
+            self._post_data(receive, spec)
+        elif receive not in self._posted:
+            spec_now = self._expected(receive)
+            assert spec_now is not None
+            self._post_data(receive, spec_now)
+        work = self._posted.pop(receive)
+        return work.wait() if work is not _NOTHING else None
+
+    def send(self, send: Action, array: Array) -> None:
+        """Start sending; the array is kept until the message is gone and must not be written to."""
+        array = np.ascontiguousarray(array)
+        spec = Spec.of(array)
+        works = []
+        if send.kind is Kind.SEND_F:
+            self._outputs[send.stage, send.microbatch] = spec
+            key = send.stage + 1, self._inputs[send.microbatch]
+            known = self._known.get(key)
+            if known is None:
+                self._learned[key] = spec
+                works.append(self.comm.isend(spec.encode(), dest=self._peer(send), tag=self._tag(send, 2)))
+            elif known != spec:
+                raise RuntimeError(
+                    f"stage {send.stage}: an input {key[1]} gave {known} before and {spec} now; "
+                    "the output's shape and dtype may depend on the input's shape and dtype only"
+                )
+        elif not spec.is_float:
+            return
+        works.append(self.comm.isend(array, dest=self._peer(send), tag=self._tag(send)))
+        # Sends of the same kind that are gone by now let their arrays go.
+        self._sends = {a: w for a, w in self._sends.items() if a.kind is not send.kind or not _all_done(w)}
+        self._sends[send] = works
+
+    def wait_sent(self, send: Action) -> None:
+        """Block until a send is complete, so that its array can go."""
+        for work in self._sends.pop(send, ()):
+            work.wait()
+
+    def finish(self) -> None:
+        """Block until every send of the step is complete.
+
+        Raises:
+            RuntimeError: a posted receive was not consumed; it would eat the next step's message.
+        """
+        left = [*self._headers, *self._posted]
+        if left:
+            raise RuntimeError(f"[rank {self.comm.rank}] at the end of a step these receives are not consumed: {left}")
+        for send in list(self._sends):
+            self.wait_sent(send)
+        self._known.update(self._learned)
+        self._learned.clear()
+
+    def _expected(self, receive: Action) -> Spec | None:
+        if receive.kind is Kind.RECV_F:
+            return self._known.get((receive.stage, self._inputs[receive.microbatch]))
+        known = self._known.get((receive.stage + 1, self._inputs[receive.microbatch]))
+        return known or self._outputs.get((receive.stage, receive.microbatch))
+
+    def _post_data(self, receive: Action, spec: Spec) -> None:
+        if receive.kind is Kind.RECV_B and not spec.is_float:
+            self._posted[receive] = _NOTHING
+            return
+        buffer = np.empty(spec.shape, spec.dtype)
+        self._posted[receive] = self.comm.irecv(buffer, source=self._peer(receive), tag=self._tag(receive))
+
+    def _peer(self, action: Action) -> int:
+        towards = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+        return self._rank_of(action.stage + towards)
+
+    def _tag(self, action: Action, lane: int | None = None) -> int:
+        """Number a message by its receiving stage, micro-batch and lane: 0 activation, 1 gradient, 2 header."""
+        step = {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
+        if lane is None:
+            lane = 0 if action.kind in (Kind.SEND_F, Kind.RECV_F) else 1
+        return ((action.stage + step) * self._num_microbatches + action.microbatch) * 3 + lane
+
+
+class _Nothing(Work):
+    """Stands for a message that is never sent."""
+
+    def wait(self) -> Array:
+        raise AssertionError("there is no message to wait for")
+
+    def test(self) -> bool:
+        return True
+
+
+_NOTHING = _Nothing()
+
+
+def _all_done(works: Sequence[Work]) -> bool:
+    return all(work.test() for work in works)

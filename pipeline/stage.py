@@ -1,0 +1,255 @@
+"""PipelineStage: one stage's layers, and forward and backward of one micro-batch through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from distributed.communicator import Communicator
+from minigrad.backend import Array
+from minigrad.backward import (
+    DeferredGrads,
+    Hooks,
+    backward_input,
+    backward_weight,
+    backward_with_grad,
+    reached_parameters,
+)
+from minigrad.nn import ParamGetter, Sequential
+from minigrad.tensor import Parameter, Tensor
+from pipeline.partition import StageSpec, cut
+from pipeline.schedules import Schedule
+
+LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
+
+
+class PipelineStage(Sequential):
+    """The layers of one stage. It holds the tape of every micro-batch that is forwarded and not yet backwarded.
+
+    Attributes:
+        spec: which part of the model this is; also reached as `stage_id`, `block_start`, `block_end`, `num_blocks`,
+            `has_embedding`, `has_lm_head`, `is_first`, `is_last`.
+    """
+
+    def __init__(self, spec: StageSpec, layers: Sequence[Callable[[Any], Any]]) -> None:
+        super().__init__(layers)
+        self.spec = spec
+        self._tapes: dict[int, tuple[Any, Tensor]] = {}  # micro-batch -> its input, and the end of its tape
+        self._deferred: dict[int, DeferredGrads] = {}
+
+    @staticmethod
+    def of(
+        layers: Sequence[tuple[str, LayerFactory]],
+        comm: Communicator,
+        schedule: Schedule,
+        *,
+        seed: int = 0,
+        dtype: Any = np.float32,
+    ) -> LocalStages:
+        """Build this rank's stages of a model, one for each chunk of the schedule. Collective.
+
+        Args:
+            layers: the whole model as (name, factory); only this rank's factories are called.
+            comm: the ranks of the pipeline.
+            seed, dtype: of the parameters; see `ParamGetter`.
+        Raises:
+            ValueError: there are more stages than layers.
+        """
+        num_stages = schedule.num_stages(comm.size)
+        param = ParamGetter(seed, dtype)
+        mine = [
+            spec
+            for spec in cut([name for name, _ in layers], num_stages)
+            if schedule.rank_of(spec.stage_id, comm.size) == comm.rank
+        ]
+        stages = [
+            PipelineStage(spec, [factory(param) for _, factory in layers[spec.layer_start : spec.layer_stop]])
+            for spec in mine
+        ]
+        return LocalStages(stages, comm)
+
+    @property
+    def stage_id(self) -> int:
+        return self.spec.stage_id
+
+    @property
+    def block_start(self) -> int:
+        return self.spec.block_start
+
+    @property
+    def block_end(self) -> int:
+        return self.spec.block_end
+
+    @property
+    def num_blocks(self) -> int:
+        return self.spec.num_blocks
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.spec.has_embedding
+
+    @property
+    def has_lm_head(self) -> bool:
+        return self.spec.has_lm_head
+
+    @property
+    def is_first(self) -> bool:
+        return self.spec.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self.spec.is_last
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many micro-batches hold activations here."""
+        return len(self._tapes)
+
+    def param_grads(self) -> dict[str, Array]:
+        """Return the gradients by parameter name; zeros where no backward reached."""
+        for p in self.parameters():
+            p.fill_missing_grad()
+        return {name: p.grad for name, p in self.named_parameters().items() if p.grad is not None}
+
+    def forward(
+        self,
+        microbatch: int,
+        x: Array,
+        *,
+        input_grad: bool,
+        finish: Callable[[Any], Any] | None = None,
+        keep_tape: bool = True,
+    ) -> tuple[Array, list[Parameter]]:
+        """Run one micro-batch forward.
+
+        Args:
+            x: the stage's input.
+            input_grad: whether the backward is to give the gradient of x.
+            finish: on the last stage, from its output to what the backward starts from: the loss.
+            keep_tape: whether a backward will follow.
+        Returns:
+            The output, and the parameters that the backward will reach.
+        """
+        # A leaf only where a gradient comes back, so that ids reach an embedding as the plain integers they are.
+        leaf = Tensor(x, requires_grad=True) if input_grad else x
+        root = self(leaf)
+        if finish is not None:
+            root = finish(root)
+        if not isinstance(root, Tensor):
+            root = Tensor(root)
+        output = root.data
+        if not keep_tape:
+            return output, []
+        if root.node is not None:
+            root.drop_data()  # once sent, nobody needs it; what backward needs, the tape keeps
+        self._tapes[microbatch] = (leaf, root)
+        return output, reached_parameters(root)
+
+    def backward(self, microbatch: int, cotangent: Any, hooks: Hooks) -> Array | None:
+        """Run one micro-batch backward, both halves, and free its tape.
+
+        Returns:
+            The gradient of the stage's input, zeros where nothing came back; None if it was not asked for.
+        """
+        leaf, root = self._tapes.pop(microbatch)
+        if root.requires_grad:
+            backward_with_grad(root, cotangent, hooks=hooks)
+        return _input_grad(leaf)
+
+    def backward_input(self, microbatch: int, cotangent: Any, hooks: Hooks) -> Array | None:
+        """Run the input half of a backward, and keep what the weight half needs."""
+        leaf, root = self._tapes.pop(microbatch)
+        if root.requires_grad:
+            self._deferred[microbatch] = backward_input(root, cotangent, hooks=hooks)
+        return _input_grad(leaf)
+
+    def backward_weight(self, microbatch: int, hooks: Hooks) -> None:
+        """Run the weight half of a backward."""
+        deferred = self._deferred.pop(microbatch, None)
+        if deferred is not None:
+            backward_weight(deferred, hooks=hooks)
+
+
+def _input_grad(leaf: Any) -> Array | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    return np.zeros_like(leaf.data) if leaf.grad is None else leaf.grad
+
+
+class LocalStages:
+    """This rank's stages. Making one is collective.
+
+    Attributes:
+        tied: parameters that another rank holds a copy of (the same name), in one order on all ranks.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage], comm: Communicator) -> None:
+        self._stages = tuple(stages)
+        own = {p.name: p for p in self._distinct()}
+        names_of = comm.gather_objects(list(own))
+        holders: dict[str, list[int]] = {}
+        for rank, names in enumerate(names_of):
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        shared = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
+        self.tied = [own[name] for name in shared if name in own]
+        # Squares of a gradient norm count a tied parameter once: on the first rank that holds it.
+        self._counted_elsewhere = {own[n] for n, ranks in shared.items() if n in own and ranks[0] != comm.rank}
+        self._groups: list[tuple[Communicator, list[Parameter]]] = []
+        for ranks in sorted({tuple(ranks) for ranks in shared.values()}):
+            group = comm.split(color=0 if comm.rank in ranks else 1)
+            if comm.rank in ranks:
+                self._groups.append((group, [own[name] for name in shared if tuple(shared[name]) == ranks]))
+
+    def __iter__(self) -> Iterator[PipelineStage]:
+        return iter(self._stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters, each once; tied ones first, so that in launch order they come last."""
+        return list(dict.fromkeys([*self.tied, *self._distinct()]))
+
+    def counted_parameters(self) -> list[Parameter]:
+        """Return the parameters that this rank counts in a sum over the whole model: tied ones on one rank only."""
+        return [p for p in self.parameters() if p not in self._counted_elsewhere]
+
+    def train(self, training: bool = True) -> None:
+        """Turn random layers on."""
+        for stage in self._stages:
+            stage.train(training)
+
+    def eval(self) -> None:
+        """Turn random layers off."""
+        self.train(False)
+
+    def set_tied_aside(self) -> list[tuple[Parameter, Array]]:
+        """Take the gradients of tied parameters off them: they are sums over ranks already, unlike those to come."""
+        before = [(p, p.grad.copy()) for p in self._trainable_tied() if p.grad is not None]
+        for p in self._trainable_tied():
+            p.grad = None
+        return before
+
+    def sum_tied(self, before: Sequence[tuple[Parameter, Array]]) -> None:
+        """Sum the gradients of tied parameters over the ranks that hold them. Collective.
+
+        Args:
+            before: from `set_tied_aside`; added afterwards.
+        """
+        for group, params in self._groups:
+            for p in params:
+                if p.requires_grad:
+                    p.fill_missing_grad()
+                    group.allreduce(p.grad_view()).wait()
+        for p, grad in before:
+            view = p.grad_view()
+            view += grad
+
+    def _trainable_tied(self) -> list[Parameter]:
+        return [p for p in self.tied if p.requires_grad]
+
+    def _distinct(self) -> list[Parameter]:
+        return list(dict.fromkeys(p for stage in self._stages for p in stage.parameters()))

@@ -1,0 +1,103 @@
+"""The `ranks` fixture: one test over many worlds.
+
+    def test_allreduce_sums(ranks):
+        def program(comm): ...      # runs on every rank
+        results = ranks.run(program)    # by rank, on every rank
+
+Outside mpirun `ranks` is, in turn, a single rank and worlds of 2, 3 and 4 threads. Under mpirun it is MPI with the
+ranks that there are, every other test is deselected, rank 0 alone writes, and a failure on any rank prints its rank
+and ends the job: a rank that has failed would leave the others waiting. Nothing collective happens outside
+`ranks.run`.
+
+    @pytest.mark.ranks(2, 4)            exactly these sizes; under mpirun skipped at any other
+    @pytest.mark.point_to_point         also in worlds whose sends complete only when they are received
+    pytest --synchronous-sends          every world is of that kind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from distributed import Communicator, LocalWorld, SoloCommunicator, launched_by_mpi, launcher_rank, world
+
+UNDER_MPI = launched_by_mpi()
+MPI_WORLD = pytest.StashKey[Communicator]()
+TIMEOUT_SECONDS = 30.0
+
+
+class ProcessRanks:
+    """What LocalWorld is to threads, for the ranks that are processes: run(program), size, rendezvous."""
+
+    def __init__(self, comm: Communicator, *, rendezvous: bool = False) -> None:
+        self.size = comm.size
+        self.rendezvous = rendezvous
+        self._comm = comm
+
+    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        result = program(self._comm.duplicate(), *args)  # no message of one test can meet the next test's
+        return self._comm.gather_objects(result)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--synchronous-sends", action="store_true", help="no send completes before its receive is posted")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*sizes): run `ranks` at exactly these sizes")
+    config.addinivalue_line("markers", "point_to_point: run `ranks` also with sends that complete only when received")
+    config.addinivalue_line("markers", "mpi: uses `ranks`, and so runs under mpirun too (set automatically)")
+    if UNDER_MPI:
+        config.stash[MPI_WORLD] = world(synchronous_sends=config.getoption("--synchronous-sends"))
+        if launcher_rank() != 0:
+            config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "ranks" in metafunc.fixturenames:
+        worlds = {"mpi": None} if UNDER_MPI else _thread_worlds(metafunc)
+        metafunc.parametrize("ranks", worlds.values(), ids=worlds.keys(), indirect=True)
+
+
+def _thread_worlds(metafunc: pytest.Metafunc) -> dict[str, ProcessRanks | LocalWorld]:
+    marker = metafunc.definition.get_closest_marker("ranks")
+    synchronous = metafunc.config.getoption("--synchronous-sends")
+    both = metafunc.definition.get_closest_marker("point_to_point") is not None
+    sizes = marker.args if marker else (2, 3, 4)
+    worlds: dict[str, ProcessRanks | LocalWorld] = {} if marker else {"solo": ProcessRanks(SoloCommunicator())}
+    for kind, rendezvous, wanted in [("local", False, not synchronous), ("rendezvous", True, synchronous or both)]:
+        if wanted:
+            for size in sizes:
+                worlds[f"{kind}-{size}"] = LocalWorld(size, rendezvous=rendezvous, timeout_seconds=TIMEOUT_SECONDS)
+    return worlds
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("mpi")
+    if UNDER_MPI:
+        kept = [item for item in items if item.get_closest_marker("mpi")]
+        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("mpi")])
+        items[:] = kept
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks | LocalWorld]:
+    if not UNDER_MPI:
+        yield request.param
+        return
+    comm = request.config.stash[MPI_WORLD]
+    marker = request.node.get_closest_marker("ranks")
+    if marker and comm.size not in marker.args:
+        pytest.skip(f"needs {' or '.join(map(str, marker.args))} ranks, mpirun started {comm.size}")
+    yield ProcessRanks(comm, rendezvous=request.config.getoption("--synchronous-sends"))
+    comm.barrier()
+
+
+def pytest_exception_interact(node: pytest.Item | pytest.Collector, report: Any) -> None:
+    if UNDER_MPI:
+        node.config.stash[MPI_WORLD].abort(f"{report.nodeid}\n{report.longreprtext}")

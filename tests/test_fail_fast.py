@@ -1,0 +1,168 @@
+"""When one rank fails the whole job ends, within seconds, with that rank's own words.
+
+Each test starts a small job of its own, with a limit of time.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+LIMIT_SECONDS = 60  # then the test fails; a job that fails fast takes two or three
+SLOW_SECONDS = 20
+
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside this Python or on the PATH")
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Run a script on two ranks (or, with ranks=None, as a plain process); it must end in seconds."""
+
+    def run(source, *launcher, ranks=2):
+        script = tmp_path / "test_script.py"
+        script.write_text(textwrap.dedent(source))
+        command = [sys.executable, *launcher, str(script)]
+        if ranks is not None:
+            command = [MPIRUN, "-n", str(ranks), *command]
+        environ = os.environ | {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",  # what Open MPI wants; as variables, because MPICH refuses its flags
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        }
+        start = time.monotonic()
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+        assert time.monotonic() - start < SLOW_SECONDS, result.stderr
+        return result
+
+    return run
+
+
+@needs_mpirun
+@pytest.mark.parametrize("launcher", [(), ("-m", "mpi4py")], ids=["python", "python -m mpi4py"])
+@pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
+def test_uncaught_exception_ends_ranks_that_wait(job, launcher, error):
+    source = f"""
+        import numpy as np
+        from distributed import world
+
+        comm = world()
+        if comm.rank == 1:
+            raise {error}("boom")
+        comm.allreduce(np.zeros(1)).wait()
+    """
+    result = job(source, *launcher)
+    assert result.returncode != 0
+    assert "[rank 1] Traceback (most recent call last):" in result.stderr
+    assert result.stderr.count(f"[rank 1] {error}: boom") == 1
+    assert "[rank 0]" not in result.stderr
+
+
+@needs_mpirun
+def test_uncaught_exception_of_a_thread_ends_the_job(job):
+    source = """
+        import sys, threading
+        from distributed import world
+
+        comm = world()
+        if comm.rank == 1:
+            threading.Thread(target=sys.exit, args=(3,)).start()  # ends that thread alone
+            comm.barrier()
+            threading.Thread(target=lambda: 1 / 0).start()
+        else:
+            comm.barrier()
+        comm.barrier()
+        comm.barrier() if comm.rank == 0 else threading.Event().wait()
+    """
+    result = job(source)
+    assert result.returncode != 0
+    assert "[rank 1] ZeroDivisionError" in result.stderr
+    assert "SystemExit" not in result.stderr
+
+
+@needs_mpirun
+def test_exception_before_the_world_exists_ends_the_job(job):
+    version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=True).stdout
+    if "Open MPI" not in version:
+        pytest.skip("only Open MPI's mpirun ends a job for a rank that never reached MPI")
+    source = """
+        from distributed import launcher_rank, world
+
+        if launcher_rank() == 1:
+            raise FileNotFoundError("no such corpus")  # loading data, say
+        world().barrier()
+    """
+    result = job(source)
+    assert result.returncode != 0
+    assert "FileNotFoundError: no such corpus" in result.stderr
+
+
+@needs_mpirun
+@pytest.mark.parametrize("launcher", [(), ("-m", "mpi4py")], ids=["python", "python -m mpi4py"])
+@pytest.mark.parametrize("status", [0, 2])
+def test_sys_exit_on_every_rank_keeps_its_status(job, launcher, status):
+    result = job(f"import sys; from distributed import world; world().barrier(); sys.exit({status})", *launcher)
+    assert result.returncode == status
+    assert "Traceback" not in result.stderr
+    assert "[rank" not in result.stderr
+
+
+@needs_mpirun
+def test_abort_says_rank_and_message(job):
+    source = """
+        from distributed import world
+
+        comm = world()
+        comm.abort("layouts differ\\nfc1.weight") if comm.rank == 1 else comm.barrier()
+    """
+    result = job(source)
+    assert result.returncode == 1
+    assert "[rank 1] layouts differ\n[rank 1] fc1.weight\n" in result.stderr
+
+
+def test_an_abort_that_blocks_is_cut_off(job):
+    source = """
+        import threading
+        from types import SimpleNamespace
+        import distributed.mpi as mpi
+
+        blocked = SimpleNamespace(Get_rank=lambda: 3, Abort=lambda status: threading.Event().wait())
+        mpi.MPI = SimpleNamespace(COMM_WORLD=blocked)
+        mpi._ABORT_SECONDS = 0.1
+        mpi.abort_on_uncaught_exception()
+        raise ValueError("boom")
+    """
+    result = job(source, ranks=None)
+    assert result.returncode == 1
+    assert "[rank 3] ValueError: boom" in result.stderr
+
+
+@needs_mpirun
+def test_a_test_that_fails_on_one_rank_ends_the_test_run(job):
+    source = """
+        def test_fails_on_one_rank(ranks):
+            def program(comm):
+                assert comm.rank == 0, "boom"
+                comm.barrier()
+
+            ranks.run(program)
+
+        def test_without_ranks():
+            raise NotImplementedError  # deselected under mpirun
+    """
+    result = job(source, "-m", "pytest", "-q", "-p", "conftest")
+    assert result.returncode != 0
+    assert "test_fails_on_one_rank[mpi]" in result.stderr
+    assert re.search(r"^\[rank 1\] E +AssertionError: boom", result.stderr, re.MULTILINE)
+    assert "NotImplementedError" not in result.stderr

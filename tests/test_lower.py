@@ -1,0 +1,122 @@
+import inspect
+from collections import Counter
+from itertools import pairwise, product
+
+import pytest
+from drawn_orders import read
+
+from pipeline import BW, SCHEDULES, Action, B, F, Kind, W, lower
+from pipeline.schedules import round_robin
+
+
+def v_shape(stage, num_ranks):
+    return min(stage, 2 * num_ranks - 1 - stage)
+
+
+V_ORDERS = "0F0 0F1 3F0 3B0 3F1 3B1 3W0 0B0 0W0 3W1 0B1 0W1\n1F0 2F0 1F1 2F1 2BW0 1BW0 2BW1 1BW1"
+
+CASES = [
+    *((SCHEDULES[name].orders(p, m), round_robin, p) for name, p, m in product(SCHEDULES, (1, 2, 3, 6), (1, 2, 7))),
+    (read(V_ORDERS), v_shape, 4),
+]
+
+
+def test_two_ranks_look_like_the_docstring():
+    drawing = """
+    rank 0   0F0 0SEND_F0  0RECV_B0  0F1 0SEND_F1  0RECV_B1  0BW0  0BW1
+    rank 1   1RECV_F0  1F0  1RECV_F1  1BW0 1SEND_B0  1F1  1BW1 1SEND_B1
+"""
+    programs = lower(SCHEDULES["1f1b"].orders(2, 2), rank_of=round_robin, num_stages=2)
+    assert programs == read(drawing.replace("rank 0", "").replace("rank 1", ""))
+    assert drawing.rstrip() in inspect.getdoc(lower)
+
+
+def test_lookahead_moves_receives_and_nothing_else():
+    orders = SCHEDULES["gpipe"].orders(2, 3)
+
+    def second_rank(lookahead):
+        return lower(orders, rank_of=round_robin, num_stages=2, lookahead=lookahead)[1]
+
+    backwards = " 1BW0 1SEND_B0 1BW1 1SEND_B1 1BW2 1SEND_B2"
+    assert second_rank(0) == read("1RECV_F0 1F0  1RECV_F1 1F1  1RECV_F2 1F2" + backwards)[0]
+    assert second_rank(1) == read("1RECV_F0 1RECV_F1 1F0  1RECV_F2 1F1  1F2" + backwards)[0]
+    assert second_rank(9) == read("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2" + backwards)[0]
+
+
+def test_neighbours_on_one_rank_hand_over_without_messages():
+    # Stages 0 and 3 live on rank 0, 1 and 2 on rank 1: nothing is sent between 1 and 2.
+    drawing = """
+0F0 0SEND_F0  3RECV_F0 3F0 3BW0 3SEND_B0  0RECV_B0 0BW0
+1RECV_F0 1F0 2F0 2SEND_F0  2RECV_B0 2BW0 1BW0 1SEND_B0
+"""
+    orders = read("0F0 3F0 3BW0 0BW0\n1F0 2F0 2BW0 1BW0")
+    assert lower(orders, rank_of=v_shape, num_stages=4, lookahead=0) == read(drawing)
+
+
+def test_the_weight_half_neither_sends_nor_receives():
+    orders = [[F(0, 0), B(0, 0), W(0, 0)], [F(1, 0), B(1, 0), W(1, 0)]]
+    programs = lower(orders, rank_of=round_robin, num_stages=2, lookahead=0)
+    assert programs == read("0F0 0SEND_F0 0RECV_B0 0B0 0W0\n1RECV_F0 1F0 1B0 1SEND_B0 1W0")
+
+
+@pytest.fixture(params=[0, 1, 2, 100])
+def lookahead(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("orders", "rank_of", "num_stages"), CASES)
+def test_every_message_has_two_ends(orders, rank_of, num_stages, lookahead):
+    programs = lower(orders, rank_of=rank_of, num_stages=num_stages, lookahead=lookahead)
+    owner = {stage: rank_of(stage, len(orders)) for stage in range(num_stages)}
+    sends, receives = Counter(), Counter()  # by what is sent, sender and receiver (stage and rank), micro-batch
+    for rank, program in enumerate(programs):
+        for action in program:
+            here = (action.stage, rank)
+            after = (action.stage + 1, owner.get(action.stage + 1))
+            before = (action.stage - 1, owner.get(action.stage - 1))
+            match action.kind:
+                case Kind.SEND_F:
+                    sends["F", here, after, action.microbatch] += 1
+                case Kind.RECV_F:
+                    receives["F", before, here, action.microbatch] += 1
+                case Kind.SEND_B:
+                    sends["B", here, before, action.microbatch] += 1
+                case Kind.RECV_B:
+                    receives["B", after, here, action.microbatch] += 1
+    assert sends == receives
+    assert set(sends.values()) <= {1}
+    assert all(sender[1] != receiver[1] for _, sender, receiver, _ in sends)
+
+
+@pytest.mark.parametrize(("orders", "rank_of", "num_stages"), CASES)
+def test_inputs_are_posted_before_and_outputs_leave_at_once(orders, rank_of, num_stages, lookahead):
+    programs = lower(orders, rank_of=rank_of, num_stages=num_stages, lookahead=lookahead)
+    assert [[action for action in program if action.kind.is_compute] for program in programs] == orders
+    for rank, program in enumerate(programs):
+        posted = set()
+        for before, action in pairwise([None, *program]):
+            stage, microbatch = action.stage, action.microbatch
+            match action.kind:
+                case Kind.RECV_F | Kind.RECV_B:
+                    posted.add(action)
+                    assert len(posted) <= lookahead + 1
+                case Kind.SEND_F:
+                    assert before == F(stage, microbatch)
+                case Kind.SEND_B:
+                    assert before in (B(stage, microbatch), BW(stage, microbatch))
+                case Kind.F if stage > 0 and rank_of(stage - 1, len(orders)) != rank:
+                    posted.remove(Action(Kind.RECV_F, stage, microbatch))
+                case Kind.B | Kind.BW if stage < num_stages - 1 and rank_of(stage + 1, len(orders)) != rank:
+                    posted.remove(Action(Kind.RECV_B, stage, microbatch))
+        assert not posted
+
+
+def test_lookahead_is_not_negative():
+    with pytest.raises(ValueError, match="lookahead must be at least 0, got -1"):
+        lower([[F(0, 0)]], rank_of=round_robin, num_stages=1, lookahead=-1)
+
+
+def test_a_program_is_not_lowered_again():
+    programs = lower(SCHEDULES["gpipe"].orders(2, 1), rank_of=round_robin, num_stages=2)
+    with pytest.raises(ValueError, match=r"an order holds compute actions only .*got 0RECV_B0"):
+        lower(programs, rank_of=round_robin, num_stages=2)

