@@ -77,10 +77,10 @@ def sample_batch(text: bytes, *, batch: int, context: int, seed: int, step: int)
 
 
 def validation_batches(text: bytes, *, batch: int, context: int) -> Iterator[tuple[Tokens, Tokens]]:
-    """Yield all windows of a text that do not overlap, in order, `batch` at a time; the last batch may be smaller."""
+    """Yield all windows of a text that do not overlap, in order, in batches of nearly equal size, at least `batch`."""
     starts = np.arange(0, len(text) - context, context)
-    for first in range(0, len(starts), batch):
-        yield _windows(text, starts[first : first + batch], context)
+    for part in np.array_split(starts, max(1, len(starts) // batch)):
+        yield _windows(text, part, context)
 
 
 def _windows(text: bytes, starts: Tokens, context: int) -> tuple[Tokens, Tokens]:
@@ -132,9 +132,9 @@ class Settings:
     dp: int = flag(1, "data-parallel replicas: each trains on its own sequences, gradients are averaged")
     pp: int = flag(1, "pipeline stages that the layers of each replica are cut into; dp * pp is the number of ranks")
     schedule: str = flag("1f1b", "order of a pipeline's forwards and backwards", "{" + ",".join(SCHEDULES) + "}")
-    microbatches: int = flag(4, "parts that each replica's batch is cut into; more of them, smaller pipeline bubble")
+    microbatches: int = flag(4, "parts that a pipeline cuts its batch into; more of them, a smaller bubble")
     steps: int = flag(600, "optimizer steps")
-    batch: int = flag(24, "sequences in a step for each replica, so dp times as many in all")
+    batch: int = flag(48, "sequences in a step, over all replicas: the same batch trains the same model in any layout")
     layers: int = flag(4, "transformer blocks")
     heads: int = flag(4, "attention heads in each block")
     width: int = flag(128, "features of each token; a multiple of --heads")
@@ -150,13 +150,13 @@ class Settings:
     progress: str = flag("auto", "auto is a bar where stderr is a terminal; mpirun hides terminals", "{auto,bar,lines}")
 
     @property
-    def global_batch(self) -> int:
-        """Sequences in one step, over all replicas."""
-        return self.dp * self.batch
+    def num_microbatches(self) -> int:
+        """Parts of a replica's batch: without a pipeline there is nothing to gain from cutting it."""
+        return self.microbatches if self.pp > 1 else 1
 
     def rows(self, dp_rank: int) -> slice:
-        """Rows of the global batch that belong to one replica."""
-        return slice(dp_rank * self.batch, (dp_rank + 1) * self.batch)
+        """Rows of the batch that belong to one replica: consecutive, as equal in number as can be."""
+        return slice(dp_rank * self.batch // self.dp, (dp_rank + 1) * self.batch // self.dp)
 
 
 COUNTS = ("dp", "pp", "microbatches", "steps", "batch", "layers", "heads", "width", "context")
@@ -180,7 +180,11 @@ def check(settings: Settings, world_size: int) -> None:
     rules = [
         (s.dp * s.pp == world_size, f"dp * pp must equal the number of ranks, got dp={s.dp}, pp={s.pp} and {ranks}"),
         (s.pp <= s.layers, f"--pp must be at most --layers, got {s.pp} and {s.layers}"),
-        (s.microbatches <= s.batch, f"--microbatches must be at most --batch, got {s.microbatches} and {s.batch}"),
+        (
+            s.dp * s.num_microbatches <= s.batch,
+            f"--batch must hold a sequence for each of the dp * microbatches parts, "
+            f"got {s.batch} for {s.dp} * {s.num_microbatches}",
+        ),
         (s.width % s.heads == 0, f"--width must be a multiple of --heads, got {s.width} and {s.heads}"),
         (0 <= s.dropout < 1, f"--dropout must be at least 0 and below 1, got {s.dropout}"),
         (0 < s.lr < math.inf, f"--lr must be above 0 and finite, got {s.lr}"),
@@ -275,7 +279,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._visible = visible
         self._num_steps = settings.steps
-        self._tokens_per_step = settings.global_batch * settings.context
+        self._tokens_per_step = settings.batch * settings.context
         self._step = 0
         self._start = time.perf_counter()
         terminal = self._stream.isatty()

@@ -38,7 +38,7 @@ def check_vjp(
     generator = np.random.default_rng(seed)
     tensors = [Tensor(x, requires_grad=True) if is_array else x for x, is_array in zip(args, arrays, strict=True)]
     y = function(*tensors, **kwargs)
-    cotangent = generator.standard_normal(y.shape)
+    cotangent = np.asarray(generator.standard_normal(y.shape), y.dtype)
     backward_with_grad(y, cotangent)
 
     def along(i: int, direction: Array, distance: float) -> float:

@@ -162,11 +162,11 @@ class PipelineExecutor:
 
     def evaluate(self, x: Batch | None, y: Batch | None) -> float:
         """Return the mean loss of a batch, on every rank. Records nothing; `stages.eval()` turns dropout off."""
-        state = self._open(x, y, has_loss=True, trains=False)
-        with no_grad():
-            self._execute(self._forwards, state)
-        self._p2p.finish()
-        return self._result(state).loss
+        return self._infer(self._open(x, y, has_loss=True, trains=False)).loss
+
+    def predict(self, x: Batch | None) -> list[Array]:
+        """Return the outputs for a batch, by micro-batch, on the last stage's rank; elsewhere nothing. As `evaluate`."""
+        return self._infer(self._open(x, None, has_loss=False, keep_outputs=True, trains=False)).outputs
 
     def forward(self, x: Batch | None, *, input_grads: bool = False) -> PipelineOutput:
         """Run the forward of a batch and keep its tapes for `backward`; there is no loss.
@@ -230,6 +230,12 @@ class PipelineExecutor:
         weights = microbatch.weights(opening.sizes)
         readiness = Readiness(len(self._stage) * self.num_microbatches, self.stages.tied)
         return _Pass(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
+
+    def _infer(self, state: _Pass) -> PipelineOutput:
+        with no_grad():
+            self._execute(self._forwards, state)
+        self._p2p.finish()
+        return self._result(state)
 
     def _train(self, state: _Pass, hooks: Hooks | None) -> PipelineOutput:
         self._start(state, hooks)

@@ -1,0 +1,273 @@
+"""FlatBuffer owns parameter memory: who asks first, over which subset, must not matter to anybody else."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from minigrad.flat import check_names, zero_grad
+
+
+def make(*shapes: tuple[int, ...], dtype: Any = np.float64) -> list[mg.Parameter]:
+    """Parameters p0, p1, ... whose values are all different."""
+    values = np.arange(1.0, 1000.0)
+    params = []
+    for i, shape in enumerate(shapes):
+        size = int(np.prod(shape))
+        params.append(mg.Parameter(values[:size].reshape(shape).astype(dtype), f"p{i}"))
+        values = values[size:]
+    return params
+
+
+def names(part: mg.FlatRange) -> list[str]:
+    return [p.name for p in part.params]
+
+
+SHAPES = [(2, 3), (3,), (), (0, 4), (3, 1)]
+
+
+# -- where the memory is ------------------------------------------------------------------
+
+
+def test_parameters_lie_side_by_side_in_reverse_order() -> None:
+    params = make(*SHAPES)
+    before = [p.data.copy() for p in params]
+    (part,) = mg.FlatBuffer.of(params)
+    assert names(part) == ["p4", "p3", "p2", "p1", "p0"]
+    assert (part.start, part.stop) == (0, 13)
+    np.testing.assert_array_equal(part.data, np.concatenate([a.ravel() for a in reversed(before)]))
+    for p, values in zip(params, before, strict=True):
+        np.testing.assert_array_equal(p.data, values)
+        assert p.shape == values.shape
+        assert p.size == 0 or np.shares_memory(p.data, part.flat.data)
+
+
+def test_gradients_that_exist_move_along() -> None:
+    first, second = make((2,), (2,))
+    first.grad = np.array([5.0, 6.0])
+    (part,) = mg.FlatBuffer.of([first, second])
+    np.testing.assert_array_equal(first.grad, [5, 6])
+    assert second.grad is None
+    np.testing.assert_array_equal(part.grad, [0, 0, 5, 6])
+    assert np.shares_memory(first.grad, part.flat.grad)
+
+
+def test_one_flat_for_each_dtype() -> None:
+    params = [*make((2,), (3,)), *(mg.Parameter(np.ones(2, np.float32), f"half{i}") for i in range(2))]
+    mixed = [params[0], params[2], params[1], params[3]]
+    ranges = mg.FlatBuffer.of(mixed)
+    assert [names(part) for part in ranges] == [["half1", "half0"], ["p1", "p0"]]
+    assert [part.data.dtype for part in ranges] == [np.float32, np.float64]
+
+
+def test_asking_again_moves_nothing() -> None:
+    params = make(*SHAPES)
+    (part,) = mg.FlatBuffer.of(params)
+    data, grad = part.flat.data, part.flat.grad
+    assert mg.FlatBuffer.of(params) == [part]
+    assert mg.FlatBuffer.of(reversed(params)) == [part]
+    assert part.flat.data is data
+    assert part.flat.grad is grad
+
+
+def test_ranges_are_maximal_contiguous_and_hold_exactly_these() -> None:
+    params = make(*[(2,)] * 6)
+    mg.FlatBuffer.of(params)
+    p0, p1, p2, p3, p4, p5 = params
+    assert [names(part) for part in mg.FlatBuffer.of([p0, p1, p3, p4, p5])] == [["p5", "p4", "p3"], ["p1", "p0"]]
+    assert [names(part) for part in mg.FlatBuffer.of([p5, p0])] == [["p0"], ["p5"]]  # the last one given comes first
+    for part in mg.FlatBuffer.of([p0, p1, p3]):
+        np.testing.assert_array_equal(part.data, np.concatenate([p.data for p in part.params]))
+
+
+def test_a_subset_first_and_the_whole_later() -> None:
+    p0, p1, p2, p3 = make(*[(2,)] * 4)
+    (subset,) = mg.FlatBuffer.of([p1, p2])
+    ranges = mg.FlatBuffer.of([p0, p1, p2, p3])
+    assert [names(part) for part in ranges] == [["p3", "p0"], ["p2", "p1"]]
+    assert ranges[1] == subset
+
+
+def test_a_parameter_given_twice_counts_once() -> None:
+    p0, p1 = make((2,), (2,))
+    (part,) = mg.FlatBuffer.of([p0, p1, p0])
+    assert sorted(names(part)) == ["p0", "p1"]
+    assert part.data.size == 4
+
+
+def test_no_parameters_no_ranges() -> None:
+    assert mg.FlatBuffer.of([]) == []
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    message = r"parameter names must be unique, got 'w' twice: shapes \(2,\) and \(3,\)"
+    with pytest.raises(ValueError, match=message):
+        check_names([mg.Parameter(np.ones(2), "w"), mg.Parameter(np.ones(3), "w")])
+    with pytest.raises(ValueError, match="parameter names must be unique"):
+        mg.FlatBuffer.of([mg.Parameter(np.ones(2), "w"), mg.Parameter(np.ones(3), "w")])
+    mg.FlatBuffer.of([mg.Parameter(np.ones(2)), mg.Parameter(np.ones(3))])  # nameless ones may
+
+
+# -- who asks first -----------------------------------------------------------------------
+
+
+def train(params: list[mg.Parameter], optimizer: mg.optim.Optimizer, num_steps: int) -> list[Any]:
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        mg.backward(mg.add(*[(p * p * (step + 1)).sum() for p in params]))
+        optimizer.step()
+    return [p.data.copy() for p in params]
+
+
+@pytest.mark.parametrize("first", ["nobody", "whole", "subset", "other_order"])
+@pytest.mark.parametrize("later", ["nobody", "whole", "subset"])
+def test_an_optimizer_does_not_care_who_else_owns_ranges(first: str, later: str) -> None:
+    def claim(who: str, params: list[mg.Parameter]) -> None:
+        parts = {"nobody": [], "whole": params, "subset": params[1:], "other_order": params[::-1]}[who]
+        for part in mg.FlatBuffer.of(parts):
+            part.grad[...] += 0
+
+    rule = mg.optim.AdamW(lr=0.1)
+    params = make((2, 3), (3,))
+    expected = train(params, mg.optim.Optimizer(params, rule), 4)
+
+    params = make((2, 3), (3,))
+    claim(first, params)
+    optimizer = mg.optim.Optimizer(params, rule)
+    train(params, optimizer, 2)
+    claim(later, params)
+    # two more steps, of the same losses as the last two of four
+    for step in (2, 3):
+        optimizer.zero_grad()
+        mg.backward(mg.add(*[(p * p * (step + 1)).sum() for p in params]))
+        optimizer.step()
+    for p, values in zip(params, expected, strict=True):
+        np.testing.assert_array_equal(p.data, values)
+
+
+def test_loading_after_both_is_seen_by_the_next_step() -> None:
+    (w,) = make((2, 2))
+    optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=1.0))
+    (part,) = mg.FlatBuffer.of([w])
+    w.data = np.full((2, 2), 10.0)
+    w.grad = np.ones((2, 2))
+    np.testing.assert_array_equal(part.data, np.full(4, 10.0))
+    optimizer.step()
+    np.testing.assert_array_equal(w.data, np.full((2, 2), 9.0))
+
+
+# -- assigning copies in ------------------------------------------------------------------
+
+
+def test_assigning_data_and_grad_copies_in() -> None:
+    (w,) = make((2, 2))
+    (part,) = mg.FlatBuffer.of([w])
+    data, grad = np.ones((2, 2), np.float32), np.full((2, 2), 2.0)
+    w.data, w.grad = data, grad  # type: ignore[assignment]
+    data += 5
+    grad += 5
+    np.testing.assert_array_equal(part.data, np.ones(4))
+    np.testing.assert_array_equal(part.grad, np.full(4, 2.0))
+    assert w.data.dtype == np.float64
+    assert w.grad is not None
+    w.grad *= 2
+    w.data -= 1
+    np.testing.assert_array_equal(part.grad, np.full(4, 4.0))
+    np.testing.assert_array_equal(part.data, np.zeros(4))
+
+
+@pytest.mark.parametrize("attribute", ["data", "grad"])
+@pytest.mark.parametrize("value", [np.ones(2), 1.0])
+def test_assigning_another_shape_is_refused(attribute: str, value: Any) -> None:
+    (w,) = make((2, 2))
+    message = rf"'p0'\.{attribute} has shape \(2, 2\), got \({'2,' if np.ndim(value) else ''}\)"
+    with pytest.raises(ValueError, match=message):
+        setattr(w, attribute, value)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_the_first_contribution_overwrites_and_later_ones_add(owned: bool) -> None:
+    (w,) = make((2,))
+    if owned:
+        mg.FlatBuffer.of([w])
+    for expected in (3.0, 6.0):
+        mg.backward((3 * w).sum())
+        np.testing.assert_array_equal(w.grad, [expected] * 2)
+    w.grad = None
+    assert w.grad is None
+    mg.backward((3 * w).sum())
+    np.testing.assert_array_equal(w.grad, [3, 3])
+
+
+def test_a_gradient_that_no_backward_reached_reads_as_zeros_in_a_range() -> None:
+    reached, unreached = make((2,), (2,))
+    (part,) = mg.FlatBuffer.of([reached, unreached])
+    for _ in range(2):  # the second time stale values lie there
+        mg.backward(reached.sum())
+        np.testing.assert_array_equal(part.grad, [0, 0, 1, 1])
+        part.flat.grad[...] = 7
+        zero_grad([reached, unreached])
+
+
+def test_zero_grad_touches_no_memory() -> None:
+    (w,) = make((2,))
+    (part,) = mg.FlatBuffer.of([w])
+    w.grad = np.array([1.0, 2.0])
+    grad = part.flat.grad
+    tracemalloc.start()
+    zero_grad([w])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(grad, [1, 2])
+    assert part.flat.grad is grad
+    assert peak < 1000
+
+
+# -- reduced over ranks -------------------------------------------------------------------
+
+
+def test_gradients_in_flight_are_not_to_be_stepped_on_or_zeroed() -> None:
+    (w,) = make((2,))
+    optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=1.0))
+    assert w.flat is not None
+    w.flat.state = mg.GradState.REDUCING
+    before = w.data.copy()
+    with pytest.raises(
+        RuntimeError, match=r"optimizer\.step\(\) while gradients are being reduced.*call wait\(\) first"
+    ):
+        optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=r"zero_grad\(\) on 'p0' while its grad is being reduced.*call wait\(\) first"
+    ):
+        optimizer.zero_grad()
+    np.testing.assert_array_equal(w.data, before)
+    assert optimizer.num_steps == 0
+
+
+def test_a_backward_into_reduced_gradients_is_refused_until_zero_grad() -> None:
+    (w,) = make((2,))
+    optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=1.0))
+    assert w.flat is not None
+    mg.backward(w.sum())
+    w.flat.state = mg.GradState.REDUCED
+    with pytest.raises(
+        RuntimeError, match=r"backward into 'p0': its grad is already reduced.*call zero_grad\(\) first"
+    ):
+        mg.backward(w.sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert w.flat.state is mg.GradState.LOCAL
+    mg.backward(w.sum())
+    np.testing.assert_array_equal(w.grad, [1, 1])
+
+
+def test_a_backward_that_accumulates_is_fine_while_gradients_are_local() -> None:
+    (w,) = make((2,))
+    mg.FlatBuffer.of([w])
+    mg.backward(w.sum())
+    mg.backward(w.sum())
+    np.testing.assert_array_equal(w.grad, [2, 2])
