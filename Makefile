@@ -24,11 +24,11 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train test test-mpi soak lint types check
+.PHONY: help setup train test test-mpi bench-scaling soak lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## make .venv with the project and an MPI library; MPI=system or MPI=mpich chooses another than Open MPI
 
@@ -57,6 +57,9 @@ test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 rank
 	    echo "tests marked mpi, on $$ranks ranks"; \
 	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not soak" tests || exit 1; \
 	done
+
+bench-scaling: $(STAMP)  ## tokens a second of one process against two ranks, with the targets
+	$(PY) benchmarks/scaling.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak

@@ -96,13 +96,12 @@ class GradientBucketManager:
         Args:
             share: this rank's weight in the mean; the shares of all ranks sum to 1. Equal by default.
         Raises:
-            RuntimeError: the last reduction was not waited for, or its result is still there (no zero_grad since).
+            RuntimeError: the last reduction was not waited for.
         """
-        if self._under_way:
+        flats = self._flats()
+        if any(flat.state is GradState.REDUCING for flat in flats):
             raise RuntimeError(self._message("a new backward before the last one was reduced to the end; call wait()"))
-        for flat in self._flats():
-            if flat.state is not GradState.LOCAL:
-                raise RuntimeError(self._message("backward into gradients that are already reduced; call zero_grad()"))
+        for flat in flats:
             flat.state = GradState.REDUCING
         for bucket in self.buckets:
             bucket.pending = set(bucket.range.params)
@@ -111,20 +110,22 @@ class GradientBucketManager:
         self._num_launched = 0
         self._under_way = True
 
-    def start(self, reached: Iterable[Parameter], share: float | None = None) -> None:
+    def start(self, reached: Sequence[Parameter], share: float | None = None) -> None:
         """Begin a backward that will reach these parameters; the others are ready at once, as zeros without a grad.
 
         Raises:
-            ValueError: a parameter that requires grad is reached, but not reduced here.
+            ValueError: a parameter is reached that is not among those to reduce.
+            RuntimeError: the last reduction was not waited for, or its result is still there: no zero_grad since.
         """
-        reached = set(reached)
-        for p in reached - self._bucket_of.keys():
-            raise ValueError(self._message(f"backward reaches {p.label}, which is not among the parameters to reduce"))
+        for p in reached:
+            if p not in self._bucket_of:
+                rule = f"backward reaches {p.label}, which is not among the parameters to reduce"
+                raise ValueError(self._message(rule))
+            self._bucket_of[p].range.flat.check_accumulating(p)
         self.reset(share)
-        for p in self.params:
-            if p not in reached:
-                p.fill_missing_grad()
-                self._bucket_of[p].pending.discard(p)
+        for p in self._bucket_of.keys() - reached:
+            p.fill_missing_grad()
+            self._bucket_of[p].pending.discard(p)
         self._launch_complete()
 
     def mark_ready(self, param: Parameter | str) -> None:
@@ -171,8 +172,8 @@ class GradientBucketManager:
                 grad *= grad.dtype.type(self._share)
             bucket.work = self.comm.allreduce(grad)
 
-    def _flats(self) -> Iterable[FlatBuffer]:
-        return dict.fromkeys(bucket.range.flat for bucket in self.buckets)
+    def _flats(self) -> set[FlatBuffer]:
+        return {bucket.range.flat for bucket in self.buckets}
 
     def _message(self, rule: str) -> str:
         pending = [p.name for bucket in self.buckets for p in bucket.range.params if p in bucket.pending]
@@ -193,37 +194,38 @@ def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[
     FlatBuffer.of(params)  # adopts those without an owner together, before they are cut
     apart = set(last)
     parts = FlatBuffer.of(p for p in params if p not in apart)
-    buckets: list[FlatRange] = []
-    for number, part in enumerate(parts):
-        first_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES) if number == 0 else bucket_bytes
-        last_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES) if number == len(parts) - 1 else 0
-        buckets += [FlatRange(part.flat, run) for run in _runs(part.params, bucket_bytes, first_bytes, last_bytes)]
+    buckets = [FlatRange(part.flat, run) for part in parts for run in _runs(part.params, bucket_bytes)]
     place = {p: i for i, p in enumerate(params)}
-    buckets.sort(key=lambda bucket: -min(place[p] for p in bucket.params))
+
+    def launch_order(bucket: FlatRange) -> int:
+        return -min(place[p] for p in bucket.params)
+
+    buckets.sort(key=launch_order)
+    edge_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES)
+    if buckets:
+        buckets[:1] = _split(buckets[0], len(_runs(buckets[0].params, edge_bytes)[0]))
+        buckets[-1:] = _split(buckets[-1], -len(_runs(buckets[-1].params[::-1], edge_bytes)[0]))
+        buckets.sort(key=launch_order)  # what is left of the last one may finish before its neighbours of another dtype
     return buckets + [part for p in last for part in FlatBuffer.of([p])]
 
 
-def _runs(
-    params: Sequence[Parameter], bucket_bytes: int, first_bytes: int, last_bytes: int
-) -> list[tuple[Parameter, ...]]:
-    """Cut parameters into runs of at most bucket_bytes, with a smaller first and last one."""
-    tail: list[Parameter] = []
-    for p in reversed(params[1:]):
-        if _bytes([p, *tail]) > last_bytes:
-            break
-        tail.insert(0, p)
-    runs: list[list[Parameter]] = [[]]
-    limit = first_bytes
-    for p in params[: len(params) - len(tail)]:
-        if runs[-1] and _bytes([*runs[-1], p]) > limit:
+def _runs(params: Sequence[Parameter], limit_bytes: int) -> list[tuple[Parameter, ...]]:
+    """Cut parameters into runs of at most `limit_bytes`; a larger one is a run of its own."""
+    runs: list[list[Parameter]] = []
+    run_bytes = 0
+    for p in params:
+        run_bytes += p.data.nbytes
+        if not runs or run_bytes > limit_bytes:
             runs.append([])
-            limit = bucket_bytes
+            run_bytes = p.data.nbytes
         runs[-1].append(p)
-    return [tuple(run) for run in (*runs, tail) if run]
+    return [tuple(run) for run in runs]
 
 
-def _bytes(params: Iterable[Parameter]) -> int:
-    return sum(p.data.nbytes for p in params)
+def _split(bucket: FlatRange, index: int) -> list[FlatRange]:
+    """Cut a bucket in two before its parameter `index`; one if a part would be empty."""
+    parts = (bucket.params[:index], bucket.params[index:])
+    return [FlatRange(bucket.flat, part) for part in parts if part]
 
 
 def _from_triple(name: str, size: int, dtype: Any) -> Parameter:

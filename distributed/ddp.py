@@ -39,7 +39,8 @@ class DistributedDataParallel:
         comm: the ranks that hold replicas.
         bucket_bytes: see `GradientBucketManager`.
     Raises:
-        ValueError: the ranks' parameters differ in name, shape or dtype; the same message on every rank.
+        ValueError: the ranks' parameters differ in name, shape or dtype, or their buckets do: by bucket_bytes, or by
+            an optimizer made before that placed parameters otherwise. The same message on every rank.
     """
 
     def __init__(self, model: HasParameters, comm: Communicator, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
@@ -48,6 +49,7 @@ class DistributedDataParallel:
         check_layout(self.params, self.comm)
         tied = getattr(model, "tied", ())
         self.buckets = GradientBucketManager(self.params, self.comm, bucket_bytes=bucket_bytes, last=tied)
+        check_buckets(self.buckets, self.comm)
         self.first_sample = 0  # of this rank's samples in the global batch; set by `hooks`
         self._share = 1 / comm.size
         broadcast_params(self.params, self.comm)
@@ -66,7 +68,7 @@ class DistributedDataParallel:
         if counts.min() < 1:
             raise ValueError(f"every rank needs num_samples of at least 1, got {counts.tolist()} by rank")
         self.first_sample = int(counts[: self.comm.rank].sum())
-        share = self._share = num_samples / int(counts.sum())
+        share = self._share = float(counts[self.comm.rank] / counts.sum())
         return Hooks(
             on_start=lambda reached: self.buckets.start(reached, share),
             on_grad_ready=self.buckets.mark_ready,
@@ -85,28 +87,37 @@ class DistributedDataParallel:
 
 def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: int = 0) -> None:
     """Overwrite the parameters of every rank with those of `root`. Collective."""
-    parts = FlatBuffer.of(params)
-    for work in [comm.broadcast(part.data, root=root) for part in parts]:
+    params = list(params)
+    # One by one: a rank may have placed them in its flats in an order of its own.
+    for work in [comm.broadcast(p.data, root=root) for p in params]:
         work.wait()
-    for part in parts:
+    for part in FlatBuffer.of(params):
         part.note_change("broadcast")
 
 
-def check_layout(params: Sequence[Parameter], comm: Communicator) -> None:
+def check_layout(params: Iterable[Parameter], comm: Communicator) -> None:
     """Check that all ranks have the same parameters in the same order. Collective.
 
     Raises:
         ValueError: names the first that differs, and what two ranks have; the same message on every rank.
     """
-    layouts = comm.gather_objects([(p.name, p.shape, str(p.dtype)) for p in params])
-    for place, entries in enumerate(zip_longest(*layouts)):
-        for rank, entry in enumerate(entries):
-            if entry != entries[0]:
+    _check_equal("parameter", [f"{p.name!r} {p.dtype}{list(p.shape)}" for p in params], comm)
+
+
+def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
+    """Check that all ranks have the same parameters in the same place of the same bucket. Collective.
+
+    Raises:
+        ValueError: names the first bucket that differs, and what two ranks have; the same message on every rank.
+    """
+    _check_equal("bucket", [str([p.name for p in bucket.range.params]) for bucket in manager.buckets], comm)
+
+
+def _check_equal(noun: str, entries: list[str], comm: Communicator) -> None:
+    for place, row in enumerate(zip_longest(*comm.gather_objects(entries), fillvalue="missing")):
+        for rank, entry in enumerate(row):
+            if entry != row[0]:
                 raise ValueError(
-                    f"all ranks need the same parameters in the same order, but parameter {place} is "
-                    f"{_entry(entries[0])} on rank 0 and {_entry(entry)} on rank {rank}"
+                    f"all ranks need the same {noun}s in the same order, but {noun} {place} is "
+                    f"{row[0]} on rank 0 and {entry} on rank {rank}"
                 )
-
-
-def _entry(entry: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "missing" if entry is None else f"{entry[0]!r} {entry[2]}{list(entry[1])}"

@@ -17,7 +17,9 @@ import time
 
 import numpy as np
 
-from common import Progress, Settings, read_settings, read_text, sample_batch, trigram_nats, validation_batches
+from common.progress import Progress
+from common.settings import Settings, read_settings, read_text
+from common.text import sample_batch, trigram_nats, validation_batches
 from distributed import DistributedDataParallel, Mesh, describe, world
 from minigrad import cross_entropy, rng
 from minigrad.lr_schedule import warmup_cosine

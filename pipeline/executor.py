@@ -18,21 +18,20 @@ import numpy as np
 
 from distributed.communicator import Communicator
 from minigrad import rng
+from minigrad.backend import Array
 from minigrad.backward import Hooks
 from minigrad.tape import no_grad
 from minigrad.tensor import Parameter, Tensor
 from pipeline import microbatch
 from pipeline.action import Action, Kind
-from pipeline.check import validate
 from pipeline.lower import lower
-from pipeline.opening import Batch, Opening, agree, open_step
+from pipeline.opening import Batch, Opening, agree, agree_on_orders, open_step
 from pipeline.p2p import PointToPoint
 from pipeline.readiness import Readiness
 from pipeline.schedules import Schedule
 from pipeline.spec import Spec
 from pipeline.stage import LocalStages
 
-Array = np.ndarray[Any, Any]
 LossFn = Callable[[Any, Array], Tensor]
 
 
@@ -54,7 +53,13 @@ class PipelineOutput:
 
     @property
     def loss(self) -> float:
-        """The mean loss of the batch."""
+        """The mean loss of the batch.
+
+        Raises:
+            RuntimeError: the pass had none, as `forward` and `backward`.
+        """
+        if not self.losses:
+            raise RuntimeError("a pass by pipe.forward() and pipe.backward() has no loss; pipe.run() gives one")
         return float(sum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)))
 
 
@@ -98,7 +103,8 @@ class PipelineExecutor:
         num_microbatches: parts that a batch is split into.
         loss_fn: (output, y) -> the mean loss over the samples of one micro-batch; needed on the last stage.
     Raises:
-        ValueError: num_microbatches < 1, the schedule does not allow these sizes, or stages do not fit it.
+        ValueError: num_microbatches < 1, the schedule does not allow these sizes, stages do not fit it, or ranks were
+            given different ones; the same message on every rank.
     """
 
     def __init__(
@@ -110,14 +116,9 @@ class PipelineExecutor:
         num_microbatches: int,
         loss_fn: LossFn | None = None,
     ) -> None:
-        orders = schedule.orders(comm.size, num_microbatches)
+        stage_ids = [stage.stage_id for stage in stages]
+        orders = agree_on_orders(comm, schedule, stage_ids, num_microbatches=num_microbatches)
         num_stages = schedule.num_stages(comm.size)
-        validate(orders, num_stages=num_stages, num_microbatches=num_microbatches, rank_of=schedule.rank_of)
-        own = [s for s in range(num_stages) if schedule.rank_of(s, comm.size) == comm.rank]
-        if [stage.stage_id for stage in stages] != own:
-            raise ValueError(
-                f"{schedule.name} places stages {own} on rank {comm.rank}, got {[s.stage_id for s in stages]}"
-            )
         self.comm = comm.duplicate()
         self.stages = stages
         self.num_microbatches = num_microbatches
@@ -165,7 +166,7 @@ class PipelineExecutor:
         return self._infer(self._open(x, y, has_loss=True, trains=False)).loss
 
     def predict(self, x: Batch | None) -> list[Array]:
-        """Return the outputs for a batch, by micro-batch, on the last stage's rank; elsewhere nothing. As `evaluate`."""
+        """Return the outputs for a batch, by micro-batch, on the last stage's rank; elsewhere an empty list."""
         return self._infer(self._open(x, None, has_loss=False, keep_outputs=True, trains=False)).outputs
 
     def forward(self, x: Batch | None, *, input_grads: bool = False) -> PipelineOutput:
@@ -224,6 +225,7 @@ class PipelineExecutor:
             needs_y=has_loss and self._last_stage in self._stage,
             has_loss_fn=self.loss_fn is not None,
             first_rank=self._first_rank,
+            tied=self.stages.tied_states(),
             input_grads=input_grads,
         )
         self._p2p.begin(opening.specs)
@@ -308,14 +310,13 @@ class PipelineExecutor:
         if not is_last:
             state.made[Action(Kind.SEND_F, stage_id, i)] = output
 
-    def _loss(self, i: int, state: _Pass) -> Callable[[Any], Any]:
+    def _loss(self, i: int, state: _Pass) -> Callable[[Tensor], Tensor]:
         """Return what the last stage does with its output: note it, and go on to the loss where there is one."""
 
-        def finish(output: Any) -> Any:
-            array = output.data if isinstance(output, Tensor) else output
-            state.output_specs[i] = Spec.of(array)
+        def finish(output: Tensor) -> Tensor:
+            state.output_specs[i] = Spec.of(output.data)
             if state.keep_outputs:
-                state.outputs[i] = array
+                state.outputs[i] = output.data
             if not state.has_loss:
                 return output
             assert self.loss_fn is not None

@@ -9,11 +9,10 @@ The executor starts each micro-batch's backward from that weight, and divides no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from minigrad.backend import Array
 
 
 def split(batch: Array, num_microbatches: int) -> list[Array]:
@@ -37,7 +36,7 @@ def as_microbatches(x: Array | Sequence[Array], num_microbatches: int, name: str
     """Return a batch, or a list of micro-batches, as a list of micro-batches.
 
     Raises:
-        ValueError: as `split`; or a list has another length, an item without samples, or the same array twice.
+        ValueError: as `split`; or a list has another length, or an item without samples.
     """
     if not isinstance(x, (list, tuple)):
         return split(np.asarray(x), num_microbatches)
@@ -47,10 +46,20 @@ def as_microbatches(x: Array | Sequence[Array], num_microbatches: int, name: str
     for i, part in enumerate(parts):
         if part.ndim == 0 or len(part) == 0:
             raise ValueError(f"{name}: micro-batch {i} needs a first axis of samples, got shape {part.shape}")
-        for j in range(i):
-            if x[j] is x[i]:
-                raise ValueError(f"{name}: a micro-batch is used twice, {j} and {i} are the same array")
     return parts
+
+
+def check_used_once(parts: Sequence[Array]) -> None:
+    """Refuse a list that holds one array in two places: its samples would count twice.
+
+    Raises:
+        ValueError: it does.
+    """
+    place: dict[int, int] = {}
+    for i, part in enumerate(parts):
+        first = place.setdefault(id(part), i)
+        if first != i:
+            raise ValueError(f"x: each micro-batch can be used only once, but {first} and {i} are the same array")
 
 
 def sizes(num_samples: int, num_microbatches: int) -> list[int]:

@@ -6,18 +6,21 @@ would leave the others waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from distributed.communicator import Communicator
 from minigrad import rng
+from minigrad.backend import Array
 from pipeline import microbatch
+from pipeline.action import Action
+from pipeline.check import validate
+from pipeline.schedules import Schedule
 from pipeline.spec import SPEC_COLUMNS, Spec
 
-Array = np.ndarray[Any, Any]
 Batch = Array | Sequence[Array]
 
 
@@ -51,6 +54,7 @@ def open_step(
     needs_y: bool,
     has_loss_fn: bool,
     first_rank: int,
+    tied: Mapping[str, bool | None],
     input_grads: bool = False,
 ) -> Opening:
     """Check what every rank was given. Collective.
@@ -59,6 +63,7 @@ def open_step(
         needs_x: whether this rank holds the first stage; needs_y: the last one, and there is a loss.
         has_loss_fn: whether this rank could compute a loss.
         first_rank: the rank that holds the first stage.
+        tied: see `LocalStages.tied_states`.
     Raises:
         ValueError: the first rank's mistake, or a difference between ranks; the same message on every rank.
     """
@@ -77,14 +82,18 @@ def open_step(
             raise ValueError("the last stage needs targets y, got None")
         if x is not None:
             inputs = microbatch.as_microbatches(x, num_microbatches, "x")
-            if input_grads and not Spec.of(inputs[0]).is_float:
-                raise ValueError(f"input_grads needs a floating point x, got {inputs[0].dtype}")
+            microbatch.check_used_once(inputs)
+            for part in inputs:
+                if input_grads and not Spec.of(part).is_float:
+                    raise ValueError(f"input_grads needs a floating point x, got {part.dtype}")
         if y is not None:
             targets = microbatch.as_microbatches(y, num_microbatches, "y")
-        return _row(inputs, targets, is_list=isinstance(x, (list, tuple)))
+        states = [_TIED_STATES[state] for state in tied.values()]
+        return np.array([*_row(inputs, targets, is_list=isinstance(x, (list, tuple))), *states], np.int64)
 
-    rows = agree(comm, prepare, num_columns=_NUM_COLUMNS)
-    _compare(rows, first_rank)
+    rows = agree(comm, prepare, num_columns=_NUM_COLUMNS + len(tied))
+    _compare(rows[:, :_NUM_COLUMNS], first_rank)
+    _compare_tied(tied, rows[:, _NUM_COLUMNS:])
     if rows[first_rank, _IS_LIST]:
         table = np.zeros((num_microbatches, SPEC_COLUMNS), np.int64)
         if comm.rank == first_rank:
@@ -92,10 +101,43 @@ def open_step(
             table[:] = [Spec.of(part).encode() for part in inputs]
         specs = [Spec.decode(row) for row in comm.broadcast(table, root=first_rank).wait()]
     else:
-        first = Spec.decode(rows[first_rank, _SPEC:])
+        first = Spec.decode(rows[first_rank, _SPEC:_NUM_COLUMNS])
         sizes = microbatch.sizes(int(rows[first_rank, _NUM_SAMPLES]), num_microbatches)
         specs = [Spec((size, *first.shape[1:]), first.dtype) for size in sizes]
     return Opening(inputs, targets, specs)
+
+
+def agree_on_orders(
+    comm: Communicator, schedule: Schedule, stage_ids: Sequence[int], *, num_microbatches: int
+) -> list[list[Action]]:
+    """Return the order of every rank, known to be the same on all of them. Collective.
+
+    Args:
+        stage_ids: of the stages that this rank holds.
+    Raises:
+        ValueError: the schedule does not allow these sizes, places other stages on a rank, or is not the same on all;
+            the same message on every rank.
+    """
+    orders: list[list[Action]] = []
+
+    def prepare() -> Array:
+        nonlocal orders
+        orders = schedule.orders(comm.size, num_microbatches)
+        num_stages = schedule.num_stages(comm.size)
+        validate(orders, num_stages=num_stages, num_microbatches=num_microbatches, rank_of=schedule.rank_of)
+        own = [stage for stage in range(num_stages) if schedule.rank_of(stage, comm.size) == comm.rank]
+        if list(stage_ids) != own:
+            raise ValueError(f"{schedule.name} places stages {own} on rank {comm.rank}, got {list(stage_ids)}")
+        return np.array([num_microbatches, zlib.crc32(repr(orders).encode())], np.int64)
+
+    rows = agree(comm, prepare, num_columns=2)
+    for rank, row in enumerate(rows):
+        if (row != rows[0]).any():
+            raise ValueError(
+                "all ranks of a pipeline need the same schedule and num_microbatches, but ranks 0 and "
+                f"{rank} differ, with {rows[0, 0]} and {row[0]} micro-batches"
+            )
+    return orders
 
 
 def agree(comm: Communicator, prepare: Callable[[], Array], *, num_columns: int) -> Array:
@@ -123,6 +165,7 @@ def agree(comm: Communicator, prepare: Callable[[], Array], *, num_columns: int)
 # The row that a rank tells the others: columns of integers.
 _HAS_X, _HAS_Y, _IS_LIST, _NUM_SAMPLES, _NUM_TARGETS, _X_SIZES, _Y_SIZES, _SCOPE, _SPEC = range(9)
 _NUM_COLUMNS = _SPEC + SPEC_COLUMNS
+_TIED_STATES = {None: 0, False: 1, True: 2}  # in a column for each tied parameter: not here, frozen, trained
 
 
 def _row(inputs: list[Array] | None, targets: list[Array] | None, *, is_list: bool) -> Array:
@@ -163,4 +206,15 @@ def _compare(rows: Array, first_rank: int) -> None:
             raise ValueError(
                 "all ranks of a pipeline must run in the same rng.scope (seed, step, first_sample), "
                 f"but ranks {first_rank} and {rank} differ"
+            )
+
+
+def _compare_tied(tied: Mapping[str, bool | None], states_of: Array) -> None:
+    """Raise, on all ranks alike, where the sum of a tied gradient would miss a rank."""
+    for name, states in zip(tied, states_of.T, strict=True):
+        frozen, trained = (np.flatnonzero(states == _TIED_STATES[state]) for state in (False, True))
+        if frozen.size and trained.size:
+            raise ValueError(
+                f"a tied parameter is frozen on all ranks that hold it or on none, but {name!r} is frozen on "
+                f"rank {frozen[0]} and not on rank {trained[0]}"
             )

@@ -14,15 +14,13 @@ travels if and only if the activation is floating point, whatever is frozen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from distributed.communicator import Communicator, Work
+from minigrad.backend import Array
 from pipeline.action import Action, Kind
 from pipeline.spec import SPEC_COLUMNS, Spec
-
-Array = np.ndarray[Any, Any]
 
 
 class PointToPoint:
@@ -84,23 +82,21 @@ class PointToPoint:
 
     def send(self, send: Action, array: Array) -> None:
         """Start sending; the array is kept until the message is gone and must not be written to."""
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")  # np.ascontiguousarray would give a scalar an axis
         spec = Spec.of(array)
         works = []
         if send.kind is Kind.SEND_F:
             self._outputs[send.stage, send.microbatch] = spec
             key = send.stage + 1, self._inputs[send.microbatch]
-            known = self._known.get(key)
-            if known is None:
-                self._learned[key] = spec
-                works.append(self.comm.isend(spec.encode(), dest=self._peer(send), tag=self._tag(send, 2)))
-            elif known != spec:
+            before = self._known.get(key) or self._learned.get(key)
+            if before not in (None, spec):
                 raise RuntimeError(
-                    f"stage {send.stage}: an input {key[1]} gave {known} before and {spec} now; "
+                    f"stage {send.stage}: an input {key[1]} gave {before} before and {spec} now; "
                     "the output's shape and dtype may depend on the input's shape and dtype only"
                 )
-        elif not spec.is_float:
-            return
+            if key not in self._known:
+                self._learned[key] = spec
+                works.append(self.comm.isend(spec.encode(), dest=self._peer(send), tag=self._tag(send, 2)))
         works.append(self.comm.isend(array, dest=self._peer(send), tag=self._tag(send)))
         # Sends of the same kind that are gone by now let their arrays go.
         self._sends = {a: w for a, w in self._sends.items() if a.kind is not send.kind or not _all_done(w)}

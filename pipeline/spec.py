@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from minigrad.backend import Array
+
 _MAX_AXES = 8
+_MAX_DTYPE_LETTERS = 8  # of its name, which travels as one integer
 SPEC_COLUMNS = 2 + _MAX_AXES
 
 
@@ -20,6 +22,7 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of(array: Array) -> Spec:
+        """Return the spec of an array."""
         return Spec(array.shape, array.dtype)
 
     @property
@@ -31,11 +34,21 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
     def encode(self) -> Array:
-        """Return (10,) int64: dtype name, number of axes, lengths."""
+        """Return (10,) int64: dtype name, number of axes, lengths.
+
+        Raises:
+            ValueError: there are too many axes, or the dtype's name does not tell all of it.
+        """
+        name = self.dtype.str
+        if len(name) > _MAX_DTYPE_LETTERS or np.dtype(name) != self.dtype:
+            raise ValueError(
+                f"an array between stages needs a plain dtype, with a name of at most {_MAX_DTYPE_LETTERS} letters, "
+                f"got {self.dtype}"
+            )
         if len(self.shape) > _MAX_AXES:
             raise ValueError(f"an array between stages may have at most {_MAX_AXES} axes, got shape {self.shape}")
         row = np.zeros(SPEC_COLUMNS, np.int64)
-        row[0] = int.from_bytes(self.dtype.str.encode(), "big")
+        row[0] = int.from_bytes(name.encode(), "big")
         row[1] = len(self.shape)
         row[2 : 2 + len(self.shape)] = self.shape
         return row

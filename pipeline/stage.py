@@ -21,6 +21,7 @@ from minigrad.nn import ParamGetter, Sequential
 from minigrad.tensor import Parameter, Tensor
 from pipeline.partition import StageSpec, cut
 from pipeline.schedules import Schedule
+from pipeline.spec import Spec
 
 LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
 
@@ -119,7 +120,7 @@ class PipelineStage(Sequential):
         x: Array,
         *,
         input_grad: bool,
-        finish: Callable[[Any], Any] | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
         keep_tape: bool = True,
     ) -> tuple[Array, list[Parameter]]:
         """Run one micro-batch forward.
@@ -131,14 +132,18 @@ class PipelineStage(Sequential):
             keep_tape: whether a backward will follow.
         Returns:
             The output, and the parameters that the backward will reach.
+        Raises:
+            TypeError: the last layer gave something else than one tensor or array.
         """
         # A leaf only where a gradient comes back, so that ids reach an embedding as the plain integers they are.
         leaf = Tensor(x, requires_grad=True) if input_grad else x
         root = self(leaf)
+        if not isinstance(root, Tensor):
+            if not hasattr(root, "dtype"):
+                raise TypeError(f"stage {self.stage_id} must give one tensor or array, got {type(root).__name__}")
+            root = Tensor(root)
         if finish is not None:
             root = finish(root)
-        if not isinstance(root, Tensor):
-            root = Tensor(root)
         output = root.data
         if not keep_tape:
             return output, []
@@ -182,18 +187,29 @@ class LocalStages:
     """This rank's stages. Making one is collective.
 
     Attributes:
-        tied: parameters that another rank holds a copy of (the same name), in one order on all ranks.
+        tied: parameters that another rank holds a copy of (the same name), in one order on all ranks. The copies
+            start with the values of the first rank that holds one.
+    Raises:
+        ValueError: two ranks give a parameter of one name different shapes or dtypes; the same message on every rank.
     """
 
     def __init__(self, stages: Sequence[PipelineStage], comm: Communicator) -> None:
         self._stages = tuple(stages)
-        own = {p.name: p for p in self._distinct()}
-        names_of = comm.gather_objects(list(own))
+        own = {p.name: p for p in self._distinct() if p.name}
+        specs_of = comm.gather_objects({name: Spec.of(p.data) for name, p in own.items()})
         holders: dict[str, list[int]] = {}
-        for rank, names in enumerate(names_of):
-            for name in names:
-                holders.setdefault(name, []).append(rank)
+        for rank, specs in enumerate(specs_of):
+            for name, spec in specs.items():
+                first = holders.setdefault(name, [rank])[0]
+                if spec != specs_of[first][name]:
+                    raise ValueError(
+                        "copies of a tied parameter must have the same shape and dtype, but "
+                        f"{name!r} is {specs_of[first][name]} on rank {first} and {spec} on rank {rank}"
+                    )
+                if rank != first:
+                    holders[name].append(rank)
         shared = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
+        self._shared = tuple(shared)
         self.tied = [own[name] for name in shared if name in own]
         # Squares of a gradient norm count a tied parameter once: on the first rank that holds it.
         self._counted_elsewhere = {own[n] for n, ranks in shared.items() if n in own and ranks[0] != comm.rank}
@@ -201,7 +217,10 @@ class LocalStages:
         for ranks in sorted({tuple(ranks) for ranks in shared.values()}):
             group = comm.split(color=0 if comm.rank in ranks else 1)
             if comm.rank in ranks:
-                self._groups.append((group, [own[name] for name in shared if tuple(shared[name]) == ranks]))
+                copies = [own[name] for name in shared if tuple(shared[name]) == ranks]
+                for p in copies:
+                    p.data = group.broadcast(p.data.copy()).wait()
+                self._groups.append((group, copies))
 
     def __iter__(self) -> Iterator[PipelineStage]:
         return iter(self._stages)
@@ -225,6 +244,11 @@ class LocalStages:
     def eval(self) -> None:
         """Turn random layers off."""
         self.train(False)
+
+    def tied_states(self) -> dict[str, bool | None]:
+        """Tell of each parameter that is tied on any rank whether it is trained here; None where it is not here."""
+        own = {p.name: p.requires_grad for p in self.tied}
+        return {name: own.get(name) for name in self._shared}
 
     def set_tied_aside(self) -> list[tuple[Parameter, Array]]:
         """Take the gradients of tied parameters off them: they are sums over ranks already, unlike those to come."""

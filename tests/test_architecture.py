@@ -21,7 +21,7 @@ REDUCTION = COMMUNICATION | TAPE | {"minigrad.flat", "distributed.buckets"}
 TRAINING = REDUCTION | {"minigrad.optim", "minigrad.lr_schedule", "minigrad.nn", "distributed.ddp"}
 # Schedules are plain Python: they can be drawn and checked where there is neither an array nor a communicator.
 ORDERS = {f"pipeline.{name}" for name in ("action", "schedules", "simulate", "draw", "check", "lower", "partition")}
-STAGES = COMMUNICATION | TAPE | ORDERS | {"minigrad.rng", "pipeline.microbatch"}
+STAGES = COMMUNICATION | TAPE | ORDERS | {"minigrad.rng", "pipeline.microbatch", "pipeline.spec"}
 
 # Module or package -> what it may import beside the standard library: modules, or packages with all that is in them.
 # A module without a row of its own has that of its package. Importing a type for a hint only is free.
@@ -62,9 +62,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.lower": {"pipeline.action"},
     "pipeline.search": ORDERS,
     "pipeline.microbatch": ARRAYS,
+    "pipeline.spec": ARRAYS,
+    "pipeline.readiness": TAPE,
     "pipeline.p2p": STAGES,
+    "pipeline.opening": STAGES,
     "pipeline.stage": STAGES | {"minigrad.nn"},  # a stage is a Sequential of the layers that it built
-    "pipeline.executor": STAGES | {"pipeline.stage", "pipeline.p2p"},
+    "pipeline.executor": STAGES | {f"pipeline.{name}" for name in ("stage", "p2p", "opening", "readiness")},
     # Applications, which put the packages together as a user does.
     "pipeline.verify": {"numpy", *PACKAGES},
     "pipeline.__main__": {"numpy", *PACKAGES},

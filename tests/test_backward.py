@@ -235,15 +235,6 @@ def test_a_micro_batch_touches_nothing_of_anothers_tape() -> None:
     np.testing.assert_array_equal(w.grad, alone)
 
 
-def test_diamonds_are_exact() -> None:
-    x = mg.Tensor(np.array(1.0), requires_grad=True)
-    a = x
-    for _ in range(60):
-        a = a + a
-    mg.backward(a)
-    assert x.grad == 2**60
-
-
 def test_a_loss_that_reaches_nothing_is_refused() -> None:
     assert mg.reached_parameters(mg.Tensor(1.0)) == []
     with pytest.raises(ValueError, match="backward: the output depends on no tensor that requires grad"):
@@ -275,6 +266,7 @@ def test_a_vjp_of_the_wrong_shape_is_caught_at_its_leaf() -> None:
 
 @pytest.mark.parametrize("second", [mg.backward, mg.backward_input, mg.reached_parameters])
 def test_a_walked_tape_is_refused(second: Callable[[mg.Tensor], Any]) -> None:
+    # A freed graph gave zeros instead. pytorch#39141
     x = leaf(3)
     hidden = x * x
     mg.backward(hidden.sum())
@@ -502,12 +494,3 @@ def test_a_second_input_half_is_refused() -> None:
     mg.backward_input(loss)
     with pytest.raises(RuntimeError, match="this tape was already walked"):
         mg.backward_input(loss)
-
-
-def test_weight_halves_that_share_a_node_are_refused() -> None:
-    w = parameter("w", 3, 3)
-    transposed = w.T
-    first, second = (mg.backward_input((leaf(2, 3, seed=i) @ transposed).sum()) for i in range(2))
-    mg.backward_weight(first)
-    with pytest.raises(RuntimeError, match="this tape was already walked"):  # not: a gradient that is silently lost
-        mg.backward_weight(second)

@@ -3,23 +3,15 @@
 Each test starts a small job of its own, with a limit of time.
 """
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
+from jobs import MPIRUN, needs_mpirun, run_job
 
-ROOT = Path(__file__).resolve().parent.parent
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-LIMIT_SECONDS = 60  # then the test fails; a job that fails fast takes two or three
-SLOW_SECONDS = 20
-
-needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside this Python or on the PATH")
+SLOW_SECONDS = 20  # a job that fails fast takes two or three
 
 
 @pytest.fixture
@@ -29,20 +21,8 @@ def job(tmp_path):
     def run(source, *launcher, ranks=2):
         script = tmp_path / "test_script.py"
         script.write_text(textwrap.dedent(source))
-        command = [sys.executable, *launcher, str(script)]
-        if ranks is not None:
-            command = [MPIRUN, "-n", str(ranks), *command]
-        environ = os.environ | {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",  # what Open MPI wants; as variables, because MPICH refuses its flags
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        }
         start = time.monotonic()
-        result = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-        )
+        result = run_job([*launcher, str(script)], ranks=ranks, cwd=tmp_path)
         assert time.monotonic() - start < SLOW_SECONDS, result.stderr
         return result
 
@@ -66,6 +46,39 @@ def test_uncaught_exception_ends_ranks_that_wait(job, launcher, error):
     assert result.returncode != 0
     assert "[rank 1] Traceback (most recent call last):" in result.stderr
     assert result.stderr.count(f"[rank 1] {error}: boom") == 1
+    assert "[rank 0]" not in result.stderr
+
+
+@needs_mpirun
+@pytest.mark.parametrize("launcher", [(), ("-m", "mpi4py")], ids=["python", "python -m mpi4py"])
+@pytest.mark.parametrize("where", ["data", "forward", "hook"])
+def test_exception_in_a_training_step_ends_the_job(job, launcher, where):
+    source = f"""
+        import numpy as np
+        import minigrad as mg
+        from distributed import DistributedDataParallel, world
+        from minigrad.models import MLP
+
+        comm = world()
+        model = MLP([3, 5, 2])
+        ddp = DistributedDataParallel(model, comm)
+
+        def boom(here):
+            if here == {where!r} and step == 1 and comm.rank == 1:
+                raise ValueError("boom")
+
+        for step in range(3):
+            boom("data")
+            hooks = ddp.hooks(num_samples=4)
+            boom("forward")
+            loss = mg.mean(model(np.ones((4, 3), np.float32)))
+            mg.backward_with_hooks(loss, hooks, on_grad_ready=lambda parameter: boom("hook"))
+            ddp.wait()
+            mg.optim.Optimizer(model.parameters(), mg.optim.SGD(0.1)).zero_grad()
+    """
+    result = job(source, *launcher)
+    assert result.returncode != 0
+    assert result.stderr.count("[rank 1] ValueError: boom") == 1
     assert "[rank 0]" not in result.stderr
 
 

@@ -84,7 +84,7 @@ class Row:
 
     @property
     def op(self) -> Callable[..., mg.Tensor]:
-        return getattr(ops, self.name)  # type: ignore[no-any-return]
+        return getattr(ops, self.name)
 
     def sample(self, dtype: Any = np.float64) -> list[Any]:
         """Return the arguments: read-only arrays, floats in this dtype, and Python numbers."""
@@ -248,7 +248,7 @@ def test_dtype_is_kept(row: Row, dtype: Any) -> None:
     assert y.dtype == dtype
     assert y.node is not None
     g = read_only(np.ones(y.shape, dtype))
-    contributions = [vjp(g) for vjp in y.node.vjps]  # type: ignore[union-attr, operator]
+    contributions = [vjp(g) for vjp in y.node.vjps]
     # What a vjp returns, not leaf.grad: a leaf copies into its own dtype and would hide a wide one.
     assert [(c.shape, c.dtype) for c in contributions] == [(leaf.shape, dtype) for leaf in leaves]
 
@@ -293,9 +293,10 @@ def test_operators_and_methods_are_the_ops() -> None:
         (x[1], x.data[1]),
         (x.sum(axis=0), x.data.sum(0)),
         (x.mean(axis=0), x.data.mean(0)),
-        (mg.reshape(x, shape=(3, 2)), x.data.reshape(3, 2)),
-        (mg.transpose(x, axes=(1, 0)), x.data.T),
-        (mg.astype(x, dtype=np.float32), x.data.astype(np.float32)),
+        (x.reshape(3, -1), x.data.reshape(3, 2)),
+        (x.transpose(1, 0), x.data.T),
+        (x.transpose(), x.data.T),
+        (x.astype(np.float32), x.data.astype(np.float32)),
     ]:
         assert isinstance(got, mg.Tensor)
         np.testing.assert_array_equal(got.data, expected)
@@ -405,10 +406,9 @@ def test_bad_arguments_are_refused(call: Callable[[], mg.Tensor], error: type[Ex
         call()
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
-def test_scatter_add_rows_adds_repeated_rows(dtype: Any) -> None:
+def test_scatter_add_rows_adds_repeated_rows() -> None:
     target = np.ones((4, 2))
-    scatter_add_rows(target, np.array([3, 0, 3], dtype), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    scatter_add_rows(target, np.array([3, 0, 3]), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
     np.testing.assert_array_equal(target, [[4, 5], [1, 1], [1, 1], [7, 9]])
 
 

@@ -142,7 +142,7 @@ def test_a_joint_vjp_is_walked_in_halves_too() -> None:
 
 def test_weight_side_is_known_of_every_tensor() -> None:
     w, frozen, x = parameter(2, 2), mg.Parameter(np.ones((2, 2)), requires_grad=False), leaf(2, 2)
-    for weight in (w, frozen, w.T, frozen * 2, 2 - w, w.astype(np.float32), w @ frozen, w[0], w.detach(), w / np.pi):
+    for weight in (w, frozen, w.T, frozen * 2, 2 - w, w.astype(np.float32), w @ frozen, w[0], w / np.pi):
         assert weight.weight_side is True
     for data in (x, x.T, x @ w, w + np.ones(2), np.float64(2) * x, mg.embedding(w, np.array([1])), x.detach()):
         assert data.weight_side is False
@@ -224,29 +224,7 @@ def test_the_tape_of_a_leaf_is_empty() -> None:
     assert len(mg.Tape.of(leaf(2))) == 0
 
 
-def test_the_tape_counts_memory_that_no_array_owns() -> None:
-    x = np.frombuffer(np.ones(6).tobytes()).reshape(2, 3)
-    assert mg.Tape.of(x @ parameter(3, 2)).kept_bytes == x.nbytes
-
-
 # -- when it is freed ---------------------------------------------------------------------
-
-
-def test_a_chain_of_20000_ops_is_walked_and_dropped(no_collector: None) -> None:
-    def chain() -> tuple[mg.Tensor, mg.Tensor]:
-        x = mg.Tensor(np.array(1.0), requires_grad=True)
-        y = x
-        for _ in range(20_000):
-            y = y + x
-        return x, y
-
-    x, y = chain()
-    mg.backward(y)
-    assert x.grad == 20_001
-    _, y = chain()
-    node = weakref.ref(y.node)
-    del y  # frees 20,000 nodes, each the only owner of the next
-    assert node() is None
 
 
 def test_a_dropped_loss_frees_its_tape(no_collector: None) -> None:
@@ -283,10 +261,11 @@ def test_backward_frees_residuals_one_by_one(no_collector: None) -> None:
 
 
 def test_200_rounds_do_not_grow(no_collector: None) -> None:
-    w, x = parameter(100, 100), leaf(1000, 100)
+    # Every gradient call left cycles behind, which waited for the collector. autograd#103, pytorch#7343
+    w = parameter(20_000)
 
     def round_trip() -> None:
-        hidden = mg.tanh(x @ w)
+        hidden = mg.tanh(w)
         residual = weakref.ref(hidden.data)
         loss = (hidden * hidden).mean()
         del hidden
@@ -299,11 +278,12 @@ def test_200_rounds_do_not_grow(no_collector: None) -> None:
         round_trip()
     grown, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert grown < 100_000  # one residual has 800,000 bytes
-    assert peak < 8_000_000
+    assert grown < w.data.nbytes
+    assert peak < 10 * w.data.nbytes
 
 
 def test_a_value_used_100_times_costs_no_100_buffers() -> None:
+    # Each use of a variable kept a buffer of its own. autograd#103
     x = leaf(100_000)
     tracemalloc.start()
     total = x
@@ -335,7 +315,7 @@ def add_in_place(w: mg.Parameter) -> None:
 
 def load_into(w: mg.Parameter) -> None:
     model = mg.nn.Module()
-    model.w = w  # type: ignore[attr-defined]
+    model.w = w
     model.load_state_dict({"w": np.zeros(w.shape)})
 
 

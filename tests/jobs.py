@@ -1,0 +1,35 @@
+"""Jobs of their own: a Python command on ranks that mpirun starts, or as a plain process, with a limit of time."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+LIMIT_SECONDS = 60
+
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside this Python or on the PATH")
+
+
+def run_job(arguments: Sequence[str], *, ranks: int | None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `python *arguments` on so many ranks, or without a launcher where ranks is None; it may fail."""
+    command = [sys.executable, *arguments]
+    if ranks is not None:
+        assert MPIRUN is not None
+        command = [MPIRUN, "-n", str(ranks), *command]
+    environ = os.environ | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",  # what Open MPI wants; as variables, because MPICH refuses its flags
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",  # or the ranks of two jobs at once would share a core
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    return subprocess.run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )

@@ -1,0 +1,333 @@
+"""Bugs, one test each: the mechanism in a comment, and where it was reported as project#number.
+
+Those without a number were found here, by review or by a test.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from minigrad.backend import Array
+
+
+def leaf(values: Any, dtype: Any = np.float64) -> mg.Tensor:
+    return mg.Tensor(np.array(values, dtype), requires_grad=True)
+
+
+def grads(loss: mg.Tensor, *leaves: mg.Tensor) -> list[Array | None]:
+    mg.backward(loss)
+    return [t.grad for t in leaves]
+
+
+# -- broadcasting -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "of_a", "of_b"),
+    [
+        (mg.mul, lambda a, b: b, lambda a, b: a),
+        (mg.add, lambda a, b: 1 + 0 * b, lambda a, b: 1 + 0 * a),
+        (mg.sub, lambda a, b: 1 + 0 * b, lambda a, b: 0 * a - 1),
+        (mg.div, lambda a, b: 1 / b, lambda a, b: -a / b**2),
+    ],
+)
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([3.0], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+        (2.0, [[1.0, 2.0]]),
+        ([[1.0], [2.0], [3.0], [4.0]], [[10.0, 20.0, 30.0]]),
+    ],
+)
+def test_a_broadcast_operand_gets_a_gradient_of_its_own_shape(
+    op: Callable[..., mg.Tensor], of_a: Any, of_b: Any, a: Any, b: Any
+) -> None:
+    # The forward broadcast, the backward did not sum: a gradient in the broadcast shape. pytorch#1787, pytorch#913
+    x, y = leaf(a), leaf(b)
+    dx, dy = grads(op(x, y).sum(), x, y)
+    both = np.ones(np.broadcast_shapes(x.shape, y.shape))
+
+    def summed_to(array: Array, shape: tuple[int, ...]) -> Array:
+        """Add up into `shape` element by element: no axis arithmetic that could have the same mistake."""
+        total = np.zeros(shape)
+        for where in np.ndindex(array.shape):
+            tail = where[len(where) - len(shape) :]
+            total[tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))] += array[where]
+        return total
+
+    np.testing.assert_allclose(dx, summed_to(of_a(x.data, y.data) * both, x.shape), rtol=1e-12)
+    np.testing.assert_allclose(dy, summed_to(of_b(x.data, y.data) * both, y.shape), rtol=1e-12)
+
+
+def test_a_broadcast_product_in_numbers() -> None:
+    # pytorch#1787: the numbers of the report's kind, worked out by hand
+    a, b = leaf([3.0]), leaf([[1, 2, 3], [4, 5, 6]])
+    da, db = grads((a * b).sum(), a, b)
+    np.testing.assert_array_equal(da, [21])
+    np.testing.assert_array_equal(db, np.full((2, 3), 3.0))
+    s = leaf(2.0)
+    (ds,) = grads((s * b.detach()).sum(), s)
+    assert ds is not None
+    assert ds.shape == ()
+    assert ds == 21
+
+
+# -- indices ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_an_index_used_twice_adds(dtype: Any) -> None:
+    # dx[index] += g keeps only the last of the contributions to one place. autograd#39, pytorch#1528
+    x = leaf([1, 2, 3], dtype)
+    (dx,) = grads((np.array([1, 2, 3, 4], dtype) * x[[0, 0, 2, 0]]).sum(), x)
+    np.testing.assert_array_equal(dx, [7, 0, 3])  # not [4, 0, 3]
+    assert dx is not None
+    assert dx.dtype == dtype
+    y = leaf([1, 2, 3], dtype)
+    np.testing.assert_array_equal(grads(y[[0, -3]].sum(), y)[0], [2, 0, 0])  # two names of one place
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("num_rows", [3, 300])  # the two ways in which embedding adds rows up
+def test_a_row_looked_up_twice_adds(dtype: Any, num_rows: int) -> None:
+    # The same in a table of embeddings. autograd#39
+    table = leaf(np.zeros((num_rows, 2)), dtype)
+    (dtable,) = grads(mg.embedding(table, np.array([[1, 1], [2, 1]])).sum(), table)
+    assert dtable is not None
+    np.testing.assert_array_equal(dtable[:3], [[0, 0], [3, 3], [1, 1]])
+    assert not dtable[3:].any()
+
+
+def test_token_ids_may_be_unsigned() -> None:
+    # Sorted ids were compared with "the first one less 1", which wraps for an unsigned 0 and warns.
+    table = leaf(np.zeros((300, 2)))
+    (dtable,) = grads(mg.embedding(table, np.array([0, 299, 0], np.uint16)).sum(), table)
+    assert dtable is not None
+    np.testing.assert_array_equal(dtable[[0, 299]], [[2, 2], [1, 1]])
+
+
+# -- dtypes -------------------------------------------------------------------------------
+
+SCALARS = [np.float64(2), np.float32(2), np.int64(2), np.array(2)]
+T = [[1, 2, 4], [8, 16, 32]]
+
+
+@pytest.mark.parametrize("s", SCALARS, ids=["float64", "float32", "int64", "0-d array"])
+def test_a_numpy_number_on_the_left_is_no_detour(s: Any) -> None:
+    # NumPy took the operation first and made an object array of tensors, or lost the tape. pytorch#9468, sparse#66
+    for left, right in [
+        (lambda t: s * t, lambda t: t * s),
+        (lambda t: s + t, lambda t: t + s),
+        (lambda t: s - t, lambda t: -(t - s)),
+    ]:
+        t = leaf(T, np.float32)
+        y = left(t)
+        assert type(y) is mg.Tensor
+        assert y.shape == (2, 3)
+        assert y.node is not None
+        np.testing.assert_array_equal(y.data, right(t).data)
+    t = leaf(T, np.float32)
+    (dt,) = grads((s / t).sum(), t)
+    np.testing.assert_array_equal(dt, [[-2, -0.5, -0.125], [-0.03125, -0.0078125, -0.001953125]])
+    assert dt is not None
+    assert dt.dtype == np.float32
+
+
+def test_a_numpy_array_on_the_left_is_no_detour() -> None:
+    # The same with an array. pytorch#9468, numpy#17650
+    t = leaf(T, np.float32)
+    y = np.array([1, 2, 3]) * t
+    assert type(y) is mg.Tensor
+    (dt,) = grads(y.sum(), t)
+    np.testing.assert_array_equal(dt, [[1, 2, 3], [1, 2, 3]])
+    assert dt is not None
+    assert dt.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * x).sum(),
+        lambda x: x.mean(),
+        lambda x: x.mean(axis=0),
+        lambda x: x / len(x),
+        lambda x: x / np.int64(4),
+        lambda x: np.float64(0.5) * x,
+        lambda x: x * 0.5 + 1,
+        lambda x: sum([x, x, x]),  # Python's, which starts at 0
+        lambda x: mg.cross_entropy(x.reshape(1, 4), np.array([2])),
+        lambda x: mg.mse(x, 2 * x.data),
+        lambda x: mg.gelu(x),
+    ],
+)
+def test_no_helper_widens_float32(function: Callable[[mg.Tensor], mg.Tensor], dtype: Any) -> None:
+    # A seed of 1.0, an integer count or a NumPy scalar turned everything after it into float64.
+    # autograd#163, autograd#199, dlsyscourse/hw2#11
+    x = leaf([1, 2, 2, 4], dtype)
+    y = function(x)
+    assert y.dtype == dtype
+    mg.backward_with_grad(y, np.ones(y.shape, dtype))
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+
+
+# -- products -----------------------------------------------------------------------------
+
+
+def test_a_vector_has_no_transpose() -> None:
+    # b.T is b for a 1-D b: g @ b.T was an error or, in the square case, a silent scalar. cs249r_book#1781
+    a, b = leaf([[1, 2, 3], [4, 5, 6]]), leaf([1, 0, -1])
+    mg.backward_with_grad(a @ b, np.array([1.0, 10.0]))
+    np.testing.assert_array_equal(a.grad, [[1, 0, -1], [10, 0, -10]])
+    np.testing.assert_array_equal(b.grad, [41, 52, 63])
+    a, b = leaf([[1, 2], [3, 4]]), leaf([5, 7])
+    mg.backward_with_grad(a @ b, np.array([1.0, 10.0]))
+    np.testing.assert_array_equal(a.grad, [[5, 7], [50, 70]])
+    v, m = leaf([1, 2]), leaf([[1, 2, 3], [4, 5, 6]])
+    mg.backward_with_grad(v @ m, np.ones(3))
+    np.testing.assert_array_equal(v.grad, [6, 15])
+    np.testing.assert_array_equal(m.grad, [[1, 1, 1], [2, 2, 2]])
+    u, w = leaf([1, 2]), leaf([3, 4])
+    dot = u @ w
+    assert dot.shape == ()
+    du, dw = grads(dot, u, w)
+    np.testing.assert_array_equal(du, w.data)
+    np.testing.assert_array_equal(dw, u.data)
+
+
+def test_a_matrix_beside_a_batch_gets_a_matrix() -> None:
+    # The gradient of the operand without a batch kept the batch axis. tfjs#8721
+    a, b = leaf(np.arange(1, 9).reshape(2, 2, 2)), leaf([[9, 10], [11, 12]])
+    da, db = grads((a @ b).sum(), a, b)
+    np.testing.assert_array_equal(db, [[16, 16], [20, 20]])
+    np.testing.assert_array_equal(da, np.broadcast_to([19.0, 23.0], (2, 2, 2)))
+
+
+# -- depth, sharing, memory ---------------------------------------------------------------
+
+
+def test_a_deep_graph_is_walked_and_dropped_in_a_fresh_process() -> None:
+    # Backward recursed, or the graph was freed recursively and the process died. micrograd#90, pytorch#5534
+    code = (
+        "import gc, numpy as np, minigrad as mg\n"
+        "gc.disable()\n"
+        "x = mg.Tensor(np.array(1.0), requires_grad=True)\n"
+        "for walk in (mg.backward, lambda y: None):\n"
+        "    y = x\n"
+        "    for _ in range(20_000): y = y + x\n"
+        "    walk(y)\n"
+        "    del y\n"
+        "print(x.grad)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "20001.0\n"
+
+
+def test_a_node_waits_for_all_its_uses() -> None:
+    # A stack without ordering walked a reused node before its gradient was complete. micrograd#64
+    a = leaf(1.0)
+    b = a + a
+    (da,) = grads(b + b, a)
+    assert da == 4
+    x = leaf(1.0)
+    y = x
+    for _ in range(60):
+        y = y + y
+    (dx,) = grads(y, x)
+    assert dx == 1152921504606846976
+
+
+# -- values changed in place --------------------------------------------------------------
+
+
+def test_a_step_between_forward_and_backward_is_not_silent() -> None:
+    # The vjp read the weight as it was after the step: [5, 6, 7] for [4, 5, 6]. pytorch#39141
+    w, a = mg.Parameter([4.0, 5.0, 6.0], "w"), leaf([1, 2, 3])
+    optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=-1.0))
+    product, total = (w * a).sum(), (w + a).sum()
+    w.grad = np.ones(3)
+    optimizer.step()
+    np.testing.assert_array_equal(w.data, [5, 6, 7])
+    with pytest.raises(RuntimeError, match=r"mul needs 'w'.*changed in place"):
+        mg.backward(product)
+    a.grad = None
+    (da,) = grads(total, a)  # a sum needs no values
+    np.testing.assert_array_equal(da, [1, 1, 1])
+
+
+# -- hooks --------------------------------------------------------------------------------
+
+
+def test_a_hook_fires_once_and_after_the_sum() -> None:
+    # A parameter used in three places called its hook three times, with partial sums. pytorch#8023, pytorch#76464
+    w, unused = mg.Parameter(2.0, "w"), mg.Parameter(1.0, "unused")
+    seen: list[Any] = []
+
+    def loss() -> mg.Tensor:
+        return 3 * w + w * w + w * w * w
+
+    def see(label: str) -> mg.Hooks:
+        return mg.Hooks(on_grad_ready=lambda p: seen.append((label, p.name, float(p.grad))))
+
+    mg.backward_with_hooks(loss(), see("first") + see("second"))
+    assert seen == [("first", "w", 19), ("second", "w", 19)]
+    mg.backward_with_hooks(loss(), see("third"))
+    assert seen[2:] == [("third", "w", 38)]
+    assert unused.grad is None
+
+
+# -- found here ---------------------------------------------------------------------------
+
+
+def test_a_node_shared_by_two_weight_halves_loses_no_gradient_silently() -> None:
+    # One w.T for two micro-batches: the second weight half met a walked node, took it for one without parents,
+    # and the parameter got half of its gradient.
+    w = mg.Parameter(np.ones((2, 2)), "w")
+    transposed = w.T
+    halves = [mg.backward_input((leaf([[1.0, 2.0]]) @ transposed).sum()) for _ in range(2)]
+    mg.backward_weight(halves[0])
+    with pytest.raises(RuntimeError, match="this tape was already walked"):
+        mg.backward_weight(halves[1])
+
+
+def test_the_checker_gives_the_function_tensors() -> None:
+    # Finite differences called it with plain arrays, so a composition that uses methods took NumPy's; what it then
+    # returned had a `.data` too, a memoryview, and the check went through without looking at our forward.
+    @mg.op
+    def wrong_forward(x: Array) -> Any:
+        return 3 * x, (lambda g: 2 * g,)
+
+    def composition(x: mg.Tensor) -> mg.Tensor:
+        return wrong_forward(x).sum() if isinstance(x, mg.Tensor) else 2 * np.sum(x)
+
+    with pytest.raises(AssertionError, match="composition: the gradient of argument 0 is wrong"):
+        mg.check_vjp(composition, np.ones(3))
+
+
+def test_a_detached_weight_is_still_a_weight() -> None:
+    # detach() forgot that the value depends on parameters alone, and in a pipeline a product into a weight moved
+    # from the weight half to the input half.
+    w = mg.Parameter(np.ones((2, 2)), "w")
+    assert (w * w.detach()).weight_side is True
+
+
+def test_nameless_parameters_are_not_dropped_from_the_state() -> None:
+    # All of them had the same key, "", and the last one won.
+    module = mg.nn.Module()
+    module.a, module.b = mg.Parameter(np.ones(2)), mg.Parameter(np.ones(3))
+    with pytest.raises(ValueError, match=r"one of shape \(2,\) has none"):
+        module.state_dict()
+
+
+def test_the_tape_lists_data_that_lies_in_bytes() -> None:
+    # An array over bytes or a mapped file has a base that is no array, and no nbytes.
+    x = np.frombuffer(bytes(16))
+    assert mg.Tape.of(leaf([1.0, 2.0]) * x).kept_bytes == 16

@@ -1,0 +1,212 @@
+"""Layers against plain NumPy; parameters by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from minigrad import nn, rng
+from minigrad.backend import Array
+
+
+def param(dtype: Any = np.float64, seed: int = 0) -> nn.ParamGetter:
+    return nn.ParamGetter(seed, dtype)
+
+
+def sample(*shape: int) -> Array:
+    return np.asarray(np.random.default_rng(2).standard_normal(shape))
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def randomize(module: nn.Module) -> None:
+    """Give every parameter other values, so that none hides behind its initial zeros or ones."""
+    generator = np.random.default_rng(9)
+    for p in module.parameters():
+        p.data = generator.standard_normal(p.shape)
+
+
+# -- forwards -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3)])
+def test_linear(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(param(), 3, 2)
+    randomize(layer)
+    x = sample(*shape)
+    expected = x @ layer.weight.data + layer.bias.data
+    np.testing.assert_allclose(layer(mg.Tensor(x)).data, expected, rtol=1e-13)
+
+
+def test_layer_norm() -> None:
+    layer = nn.LayerNorm(param(), 5)
+    randomize(layer)
+    x = sample(2, 3, 5)
+    h = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(layer(mg.Tensor(x)).data, h * layer.gain.data + layer.bias.data, rtol=1e-12)
+
+
+def test_embedding() -> None:
+    layer = nn.Embedding(param(), 7, 3)
+    ids = np.array([[1, 6], [0, 1]])
+    np.testing.assert_array_equal(layer(ids).data, layer.weight.data[ids])
+
+
+def test_multi_head_attention() -> None:
+    layer = nn.MultiHeadAttention(param(), 6, 2, std=0.5, out_std=0.5)
+    randomize(layer)
+    x = sample(2, 5, 6)
+    q, k, v = np.split(x @ layer.qkv.weight.data + layer.qkv.bias.data, 3, axis=-1)
+    heads = []
+    for h in (slice(0, 3), slice(3, 6)):
+        scores = q[..., h] @ k[..., h].swapaxes(1, 2) / np.sqrt(3)
+        scores[:, np.triu(np.ones((5, 5), bool), 1)] = -np.inf
+        heads.append(softmax(scores) @ v[..., h])
+    expected = np.concatenate(heads, -1) @ layer.out.weight.data + layer.out.bias.data
+    np.testing.assert_allclose(layer(mg.Tensor(x)).data, expected, rtol=1e-11)
+
+
+def test_attention_needs_a_width_that_its_heads_divide() -> None:
+    layer = nn.MultiHeadAttention(param(), 4, 3, std=1, out_std=1)
+    with pytest.raises(ValueError, match="attention: the width must be divisible by num_heads, got 4 and 3"):
+        layer(mg.Tensor(sample(1, 2, 4)))
+
+
+def test_dropout_scales_what_it_keeps() -> None:
+    layer, x = nn.Dropout("drop", 0.25), mg.Tensor(sample(4, 6), requires_grad=True)
+    with rng.scope(seed=0, step=0):
+        y = layer(x)
+    with rng.scope(seed=0, step=0):
+        keep = rng.keep_mask("drop", (4, 6), 0.25)
+    assert 0 < keep.sum() < keep.size
+    np.testing.assert_allclose(y.data, x.data * keep / 0.75)
+    mg.backward(y.sum())
+    np.testing.assert_allclose(x.grad, keep / 0.75)
+
+
+def test_dropout_is_off_in_eval_and_at_rate_zero() -> None:
+    x = mg.Tensor(sample(4, 6))
+    model = nn.Sequential([nn.Sequential([nn.Dropout("drop", 0.5)])])
+    model.eval()
+    assert model(x) is x  # and needs no scope
+    assert nn.Dropout("drop", 0.0)(x) is x
+    model.train()
+    with pytest.raises(RuntimeError, match="dropout 'drop' draws keyed random numbers"):
+        model(x)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, np.nan])
+def test_a_dropout_rate_is_a_share(rate: float) -> None:
+    with pytest.raises(ValueError, match=rf"the dropout rate must be in \[0, 1\), got {rate}"):
+        nn.Dropout("drop", rate)
+
+
+# -- parameters by name -------------------------------------------------------------------
+
+
+def test_values_depend_on_seed_and_name_alone() -> None:
+    def value(getter: nn.ParamGetter, name: str) -> Array:
+        return getter(name, (3, 2), nn.normal(1.0)).data
+
+    getter = param()
+    first, second = value(getter, "first"), value(getter, "second")
+    np.testing.assert_array_equal(value(param(), "second"), second)  # though nobody asked for "first"
+    assert (first != second).all()
+    assert (value(param(seed=1), "first") != first).all()
+    np.testing.assert_array_equal(value(param(np.float32), "first"), first.astype(np.float32))
+
+
+def test_the_same_name_is_the_same_parameter() -> None:
+    getter = param()
+    w = getter.at("fc").at("a")("weight", (3, 2), nn.zeros)
+    assert w.name == "fc.a.weight"
+    assert getter("fc.a.weight", (3, 2), nn.ones) is w
+    assert list(getter.made) == ["fc.a.weight"]
+    with pytest.raises(ValueError, match=r"parameter 'fc\.a\.weight' has shape \(3, 2\), but \(2, 3\) was asked for"):
+        getter("fc.a.weight", (2, 3), nn.zeros)
+
+
+def test_initial_values() -> None:
+    generator = np.random.default_rng(0)
+    assert nn.normal(0.5)(generator, (100, 100)).std() == pytest.approx(0.5, rel=0.05)
+    layer = nn.Linear(param(), 400, 50)
+    assert layer.weight.data.std() == pytest.approx(1 / 20, rel=0.05)
+    assert not layer.bias.data.any()
+    norm = nn.LayerNorm(param(), 3)
+    assert (norm.gain.data == 1).all()
+    assert not norm.bias.data.any()
+
+
+# -- modules ------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self, getter: nn.ParamGetter) -> None:
+        self.layers = [nn.Linear(getter.at("a"), 2, 2), nn.Linear(getter.at("b"), 2, 2)]
+        self.tied = self.layers[0].weight
+        self.scale = getter("scale", (), nn.ones)
+        self.num_units = 2
+
+
+def test_parameters_come_in_order_of_declaration_and_tied_ones_once() -> None:
+    model = Pair(param())
+    assert [p.name for p in model.parameters()] == ["a.weight", "scale", "a.bias", "b.weight", "b.bias"]
+    assert list(model.named_parameters().values()) == model.parameters()
+    assert [type(m).__name__ for m in model.modules()] == ["Pair", "Linear", "Linear"]
+
+
+def test_names_tell_parameters_apart() -> None:
+    model = nn.Sequential([nn.Linear(param().at("a"), 2, 2), nn.Linear(param().at("a"), 2, 2)])
+    with pytest.raises(ValueError, match=r"parameter names must be unique, got 'a\.weight' twice"):
+        model.named_parameters()
+
+
+def test_state_is_copied_out_and_in() -> None:
+    model, other = Pair(param()), Pair(param(seed=1))
+    randomize(model)
+    state = model.state_dict()
+    memory = [p.data for p in other.parameters()]
+    other.load_state_dict(state)
+    for p, q, array in zip(model.parameters(), other.parameters(), memory, strict=True):
+        np.testing.assert_array_equal(p.data, q.data)
+        assert q.data is array
+    state["scale"] += 1
+    assert model.scale.data != state["scale"]
+    assert other.scale.data != state["scale"]
+
+
+def test_loading_is_all_or_nothing() -> None:
+    model = Pair(param())
+    before = model.state_dict()
+    state = {name: array + 1 for name, array in before.items()}
+    del state["scale"]
+    state["b.weight"] = np.ones((2, 3))
+    state["c"] = np.ones(1)
+    message = (
+        r"load_state_dict: missing \['scale'\], unexpected \['c'\], "
+        r"wrong shape \['b\.weight: expected \(2, 2\), got \(2, 3\)'\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        model.load_state_dict(state)
+    for name, p in model.named_parameters().items():
+        np.testing.assert_array_equal(p.data, before[name])
+
+
+def test_train_and_eval_reach_every_module() -> None:
+    model = nn.Sequential([Pair(param()), nn.Sequential((nn.Dropout("d", 0.5),))])
+    model.eval()
+    assert not any(m.training for m in model.modules())
+    model.train()
+    assert all(m.training for m in model.modules())
+    assert nn.Module.training
+
+
+def test_a_module_without_a_call_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="Pair defines no __call__"):
+        Pair(param())(1)
