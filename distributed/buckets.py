@@ -124,8 +124,7 @@ class GradientBucketManager:
             self._bucket_of[p].range.flat.check_accumulating(p)
         self.reset(share)
         for p in self._bucket_of.keys() - reached:
-            p.fill_missing_grad()
-            self._bucket_of[p].pending.discard(p)
+            self._bucket_of[p].pending.remove(p)
         self._launch_complete()
 
     def mark_ready(self, param: Parameter | str) -> None:
@@ -167,7 +166,7 @@ class GradientBucketManager:
         while self._num_launched < self.num_buckets and not self.buckets[self._num_launched].pending:
             bucket = self.buckets[self._num_launched]
             self._num_launched += 1
-            grad = bucket.range.grad
+            grad = bucket.range.grad  # zeros where no backward reached
             if self._share != 1:
                 grad *= grad.dtype.type(self._share)
             bucket.work = self.comm.allreduce(grad)

@@ -19,8 +19,10 @@ from .flat import FlatBuffer, FlatRange, GradState
 from .gradcheck import check_vjp
 from .ops import *  # noqa: F403  # the op table's __all__
 from .ops import __all__ as _op_names
-from .tape import Joint, Tape, no_grad, op
+from .recompute import recompute
+from .tape import Joint, Tape, enable_grad, no_grad, op
 from .tensor import Parameter, Tensor
+from .watch import Profile, detect_anomaly, profile
 
 __all__ = [
     "DeferredGrads",
@@ -30,6 +32,7 @@ __all__ = [
     "Hooks",
     "Joint",
     "Parameter",
+    "Profile",
     "Tape",
     "Tensor",
     "backward",
@@ -38,13 +41,17 @@ __all__ = [
     "backward_with_grad",
     "backward_with_hooks",
     "check_vjp",
+    "detect_anomaly",
+    "enable_grad",
     "lr_schedule",
     "models",
     "nn",
     "no_grad",
     "op",
     "optim",
+    "profile",
     "reached_parameters",
+    "recompute",
     "rng",
     *_op_names,
 ]

@@ -13,12 +13,26 @@ leaves each edge into a weight behind as a smaller node; `backward_weight` walks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from .backend import Array, xp_of
-from .tape import ALREADY_WALKED, Joint, Node, Vjp, collect, kept_arrays, node_number
+from .tape import (
+    ALREADY_WALKED,
+    Joint,
+    Node,
+    Replay,
+    Vjp,
+    Watch,
+    collect,
+    current_watch,
+    enable_grad,
+    kept_arrays,
+    node_order,
+)
 from .tensor import Parameter, Tensor, changes
+from .watch import progressing
 
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
 
@@ -110,10 +124,11 @@ def backward_input(output: Tensor, grad: Any = None, *, hooks: Hooks | None = No
     nodes = collect(root)
     if root.weight_side:
         return DeferredGrads(nodes, {root: g})
-    deferred: dict[Node, Array] = {}
+    deferred = DeferredGrads([node for node in nodes if node.weight_side], {})
     _walk([node for node in nodes if not node.weight_side], {root: g}, hooks or Hooks(), deferred)
-    rest = [*deferred, *(node for node in nodes if node.weight_side)]
-    return DeferredGrads(sorted(rest, key=node_number, reverse=True), deferred)
+    assert deferred.nodes is not None
+    deferred.nodes.sort(key=node_order, reverse=True)
+    return deferred
 
 
 def backward_weight(deferred: DeferredGrads, *, hooks: Hooks | None = None) -> None:
@@ -139,6 +154,13 @@ class DeferredGrads:
 
     nodes: list[Node] | None
     cotangents: dict[Node, Array]
+
+    def add(self, node: Node, g: Array | None = None) -> None:
+        """Leave a node to the weight half, with its cotangent where that is known."""
+        assert self.nodes is not None
+        self.nodes.append(node)
+        if g is not None:
+            self.cotangents[node] = g
 
 
 def reached_parameters(output: Tensor) -> list[Parameter]:
@@ -182,30 +204,35 @@ def _pending_uses(nodes: Sequence[Node]) -> dict[Parameter, int]:
 
 
 def _walk(
-    nodes: Sequence[Node], cotangents: dict[Node, Array], hooks: Hooks, deferred: dict[Node, Array] | None = None
+    nodes: Sequence[Node], cotangents: dict[Node, Array], hooks: Hooks, deferred: DeferredGrads | None = None
 ) -> None:
     """Run the vjps of `nodes`, newest first, and free each node on the way.
 
     Args:
         cotangents: of the nodes that have no consumer among `nodes`; emptied.
-        deferred: if given, edges into weights are not followed but put here, as smaller nodes with their cotangents.
+        deferred: if given, edges into weights are not followed but left here, as smaller nodes with their cotangents.
     """
     pending: dict[Any, int] = {}
     if deferred is None:
         pending.update(_pending_uses(nodes))
         if hooks.on_start is not None:
             hooks.on_start(tuple(pending))
-    on_grad_ready, between_ops = hooks.on_grad_ready, hooks.between_ops
+    on_grad_ready, between_ops, watch = hooks.on_grad_ready, hooks.between_ops, current_watch()
     owned: set[Node] = set()  # nodes whose cotangent is an array that this walk made, so that it may add in place
-    for node in nodes:
+    left = list(reversed(nodes))  # the next one is at the end
+    while left:
+        node = left.pop()
         g = cotangents.pop(node)
         if node.changes != changes.count:
             _check_unchanged(node)
-        edges = _take_edges(node, g)
+        if isinstance(node.vjps, Replay):
+            left += _replay(node, g, cotangents, pending, between_ops, deferred)
+            continue
+        edges = _take_edges(node, g, watch)
         if deferred is not None:
             edges = _defer_weights(node, edges, g, deferred)
         for parent, vjp in edges:
-            c = vjp(g)
+            c = vjp(g) if watch is None else watch.backward(node, vjp, g)
             if type(parent) is Node:
                 have = cotangents.get(parent)
                 if have is None:
@@ -228,14 +255,16 @@ def _walk(
             between_ops()
 
 
-def _take_edges(node: Node, g: Array) -> list[Edge]:
+def _take_edges(node: Node, g: Array, watch: Watch | None) -> list[Edge]:
     """Take the edges off a node, which frees it; those of a joint vjp, run here, only hand their part over."""
     parents, vjps = node.parents, node.vjps
     if parents is None or vjps is None:  # two weight halves can meet in a node, such as one w.T for two outputs
         raise RuntimeError(ALREADY_WALKED)
     node.parents = node.vjps = None
     if isinstance(vjps, Joint):
-        return [(parent, _constant(c)) for parent, c in zip(parents, vjps(g), strict=True)]
+        contributions = vjps(g) if watch is None else watch.backward(node, vjps, g)
+        return [(parent, _constant(c)) for parent, c in zip(parents, contributions, strict=True)]
+    assert isinstance(vjps, tuple)
     return list(zip(parents, vjps, strict=True))
 
 
@@ -243,18 +272,57 @@ def _constant(c: Array) -> Vjp:
     return lambda _: c
 
 
-def _defer_weights(node: Node, edges: list[Edge], g: Array, deferred: dict[Node, Array]) -> list[Edge]:
+def _defer_weights(node: Node, edges: list[Edge], g: Array, deferred: DeferredGrads) -> list[Edge]:
     """Leave the edges of `node` into weights to the weight half; return the other edges.
 
     The number stays, so that contributions arrive in the same order as in a whole backward.
     """
     weight_edges = [edge for edge in edges if edge[0].weight_side]
     if weight_edges:
-        parents, vjps = zip(*weight_edges, strict=True)
-        rest = Node(node.name, parents, vjps, node.shape, node.dtype, True, node.number)
-        rest.changes = node.changes
-        deferred[rest] = g
+        rest = copy(node)
+        rest.parents, rest.vjps = zip(*weight_edges, strict=True)
+        deferred.add(rest, g)
     return [edge for edge in edges if not edge[0].weight_side]
+
+
+def _replay(
+    node: Node,
+    g: Array,
+    cotangents: dict[Node, Array],
+    pending: dict[Any, int],
+    between_ops: Callable[[], None] | None,
+    deferred: DeferredGrads | None,
+) -> list[Node]:
+    """Run a recomputed block's forward again and return the nodes that the walk has to go on with, oldest first.
+
+    They take the place of `node`: its cotangent, its uses of parameters, and its place in the order.
+    """
+    parents, replay = node.parents, node.vjps
+    if parents is None or not isinstance(replay, Replay):
+        raise RuntimeError(ALREADY_WALKED)
+    if deferred is not None and all(parent.weight_side for parent in parents):
+        deferred.add(copy(node), g)  # no data waits for this block: all of it is weight work
+        node.parents = node.vjps = None
+        return []
+    node.parents = node.vjps = None
+    with enable_grad(), progressing(between_ops):
+        output, since = replay.run()
+    assert output.node is not None
+    nodes = collect(output.node, since=since)
+    for inner in nodes:
+        inner.within = (*node.within, node.number)
+    cotangents[output.node] = g
+    if deferred is not None:
+        for inner in nodes:
+            if inner.weight_side:
+                deferred.add(inner)
+        return [inner for inner in reversed(nodes) if not inner.weight_side]
+    for parameter, uses in _pending_uses(nodes).items():
+        pending[parameter] = pending.get(parameter, 0) + uses
+    for parent in parents:
+        if parent in pending:
+            pending[parent] -= 1
+    return nodes[::-1]
 
 
 def _check_unchanged(node: Node) -> None:

@@ -64,6 +64,16 @@ def offset(num_samples: int) -> Iterator[None]:
         _scope.reset(token)
 
 
+@contextmanager
+def replay(before: Scope | None) -> Iterator[None]:
+    """Draw the numbers of an earlier forward again: `before` is what `current_scope` was then."""
+    token = _scope.set(before and replace(before, used=set()))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
 def current_scope() -> Scope | None:
     """Return the scope that random layers draw in, or None."""
     return _scope.get()

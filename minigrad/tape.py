@@ -18,10 +18,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,9 +30,39 @@ from .tensor import Tensor, changes
 
 Vjp = Callable[[Array], Array]
 
-_recording: ContextVar[bool] = ContextVar("recording", default=True)
 _node_numbers = itertools.count()
 ALREADY_WALKED = "this tape was already walked and its residuals are freed; run the forward again"
+
+
+class Watch(Protocol):
+    """Somebody who looks at every op as it runs: see `watch.py`."""
+
+    def forward(self, name: str, function: Any, arrays: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Seen]:
+        """Run an op's function; return its value, its vjps, and what to remember on the node."""
+
+    def backward(self, node: Node, vjp: Any, g: Array) -> Any:
+        """Run `vjp(g)` for a node and return what it gives."""
+
+    def module(self, module: Any) -> AbstractContextManager[None]:
+        """Run a module's call inside this."""
+
+
+class Seen(NamedTuple):
+    """What a watch remembers of an op: the path of the module that called it, and its forward's time."""
+
+    path: str
+    seconds: float
+
+
+class Mode(NamedTuple):
+    """How ops run here and now: whether they record, and who watches."""
+
+    recording: bool = True
+    watch: Watch | None = None
+
+
+_PLAIN = Mode()
+_mode: ContextVar[Mode] = ContextVar("mode", default=_PLAIN)
 
 
 class Node:
@@ -45,28 +75,43 @@ class Node:
         vjps: one per parent, or a Joint. None once walked.
         shape, dtype: of the output.
         weight_side: whether the output depends on parameters alone.
+        within: numbers of the recomputed nodes that this one is part of, outermost first.
+        seen: what a watch remembers of it.
         changes: the count of in-place changes when it was recorded.
     """
 
-    __slots__ = ("__weakref__", "changes", "dtype", "name", "number", "parents", "shape", "vjps", "weight_side")
+    __slots__ = (
+        "__weakref__",
+        "changes",
+        "dtype",
+        "name",
+        "number",
+        "parents",
+        "seen",
+        "shape",
+        "vjps",
+        "weight_side",
+        "within",
+    )
 
     def __init__(
         self,
         name: str,
         parents: tuple[Node | Tensor, ...],
-        vjps: tuple[Vjp, ...] | Joint,
+        vjps: tuple[Vjp, ...] | Joint | Replay,
         shape: tuple[int, ...],
         dtype: Any,
         weight_side: bool | None,
-        number: int | None = None,
     ) -> None:
-        self.number = next(_node_numbers) if number is None else number
+        self.number = next(_node_numbers)
         self.name = name
         self.parents: tuple[Node | Tensor, ...] | None = parents
-        self.vjps: tuple[Vjp, ...] | Joint | None = vjps
+        self.vjps: tuple[Vjp, ...] | Joint | Replay | None = vjps
         self.shape = shape
         self.dtype = dtype
         self.weight_side = weight_side
+        self.within: tuple[int, ...] = ()
+        self.seen: Seen | None = None
         self.changes = changes.count
 
 
@@ -86,6 +131,21 @@ class Joint:
     def __call__(self, g: Array) -> list[Array]:
         grads = self.vjp(g)
         return [grads[i] for i in self.positions]  # type: ignore[misc]
+
+
+class Replay:
+    """In place of vjps: run the forward again, and walk the tape that it records. See `recompute.py`.
+
+    Args:
+        run: () -> the output, recorded, and the number of the first node that may be its own.
+        keeps: arrays that the forward will read again.
+    """
+
+    __slots__ = ("keeps", "run")
+
+    def __init__(self, run: Callable[[], tuple[Tensor, int]], keeps: Sequence[Array]) -> None:
+        self.run = run
+        self.keeps = tuple(keeps)
 
 
 def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
@@ -120,13 +180,18 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
             arrays.append(x)
             if side is not None:
                 weight_side = side if weight_side is None else weight_side and side
-        y, vjps = function(*arrays, **kwargs)
+        mode = _mode.get()
+        seen = None
+        if mode.watch is None:
+            y, vjps = function(*arrays, **kwargs)
+        else:
+            y, vjps, seen = mode.watch.forward(name, function, arrays, kwargs)
         if type(y) is not np.ndarray and xp_of(y) is np:
             y = np.asarray(y)  # reductions give scalars
         out = Tensor.__new__(Tensor)
         out._data, out._grad, out._fresh, out.node, out.requires_grad = y, None, True, None, False
         out.weight_side = weight_side
-        if wanted and _recording.get():
+        if wanted and mode.recording:
             out.requires_grad = True
             parents = tuple([args[i].node or args[i] for i in wanted])
             if type(vjps) is Joint:
@@ -140,6 +205,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                 if None in vjps:
                     raise TypeError(f"{name}: argument {wanted[vjps.index(None)]} has no derivative but requires grad")
             out.node = Node(name, parents, vjps, y.shape, y.dtype, weight_side)
+            out.node.seen = seen
         return out
 
     return apply
@@ -148,20 +214,55 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
 @contextmanager
 def no_grad() -> Iterator[None]:
     """Record nothing inside: for evaluation. Works as a decorator too."""
-    token = _recording.set(False)
+    with _set_mode(_mode.get()._replace(recording=False)):
+        yield
+
+
+@contextmanager
+def enable_grad() -> Iterator[None]:
+    """Record inside, even within `no_grad`."""
+    with _set_mode(_mode.get()._replace(recording=True)):
+        yield
+
+
+@contextmanager
+def watched_by(watch: Watch) -> Iterator[None]:
+    """Show every op inside, forward and backward, to `watch`, instead of to whoever watched outside."""
+    with _set_mode(_mode.get()._replace(watch=watch)):
+        yield
+
+
+@contextmanager
+def _set_mode(mode: Mode) -> Iterator[None]:
+    token = _mode.set(mode)
     try:
         yield
     finally:
-        _recording.reset(token)
+        _mode.reset(token)
 
 
-def node_number(node: Node) -> int:
-    """Sort key: nodes in the order in which they were recorded."""
-    return node.number
+def current_watch() -> Watch | None:
+    """Return who watches the ops that run here and now."""
+    return _mode.get().watch
 
 
-def collect(root: Node) -> list[Node]:
-    """Return the nodes that `root` depends on, itself included, newest first."""
+def is_recording() -> bool:
+    """Return whether ops that run here and now record."""
+    return _mode.get().recording
+
+
+def next_node_number() -> int:
+    """Return a number between those of the nodes so far and those to come."""
+    return next(_node_numbers)
+
+
+def node_order(node: Node) -> tuple[int, ...]:
+    """Sort key: nodes in the order in which a forward without recomputation would have recorded them."""
+    return (*node.within, node.number)
+
+
+def collect(root: Node, *, since: int = -1) -> list[Node]:
+    """Return the nodes that `root` depends on, itself included, newest first; only those numbered from `since` on."""
     seen = {root}
     stack = [root]
     while stack:
@@ -169,10 +270,10 @@ def collect(root: Node) -> list[Node]:
         if parents is None:
             raise RuntimeError(ALREADY_WALKED)
         for parent in parents:
-            if type(parent) is Node and parent not in seen:
+            if type(parent) is Node and parent not in seen and parent.number >= since:
                 seen.add(parent)
                 stack.append(parent)
-    return sorted(seen, key=node_number, reverse=True)
+    return sorted(seen, key=node_order, reverse=True)
 
 
 def kept_arrays(held: Any) -> Iterator[Array]:
@@ -182,6 +283,8 @@ def kept_arrays(held: Any) -> Iterator[Array]:
             yield from kept_arrays(item)
     elif isinstance(held, Joint):
         yield from kept_arrays(held.vjp)
+    elif isinstance(held, Replay):
+        yield from held.keeps
     elif hasattr(held, "__closure__"):
         for cell in held.__closure__ or ():
             yield from kept_arrays(cell.cell_contents)
@@ -191,12 +294,13 @@ def kept_arrays(held: Any) -> Iterator[Array]:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One line of a `Tape`: which op, what it made, and the bytes of residuals that it alone keeps."""
+    """One line of a `Tape`: the op, its output, the bytes of residuals that it alone keeps, its time if profiled."""
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
     kept_bytes: int
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -218,7 +322,7 @@ class Tape:
                 if id(owner) not in counted:
                     counted.add(id(owner))
                     kept += owner.nbytes
-            entries.append(TapeEntry(node.name, node.shape, node.dtype, kept))
+            entries.append(TapeEntry(node.name, node.shape, node.dtype, kept, node.seen and node.seen.seconds))
         return Tape(tuple(entries))
 
     @property
@@ -230,7 +334,12 @@ class Tape:
         return len(self.entries)
 
     def __str__(self) -> str:
-        rows = [("op", "output", "kept bytes")]
-        rows += [(e.name, f"{e.dtype}{list(e.shape)}", f"{e.kept_bytes:,}") for e in self.entries]
-        rows.append((f"{len(self)} ops", "", f"{self.kept_bytes:,}"))
-        return "\n".join(f"{name:<20} {shape:<28} {kept:>14}" for name, shape, kept in rows)
+        rows = [("op", "output", "kept bytes", "forward ms")]
+        rows += [(e.name, f"{e.dtype}{list(e.shape)}", f"{e.kept_bytes:,}", _ms(e.seconds)) for e in self.entries]
+        total = sum(e.seconds for e in self.entries if e.seconds is not None) or None
+        rows.append((f"{len(self)} ops", "", f"{self.kept_bytes:,}", _ms(total)))
+        return "\n".join(f"{name:<20} {shape:<28} {kept:>14} {ms:>11}" for name, shape, kept, ms in rows)
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"

@@ -193,7 +193,7 @@ def _compare(rows: Array, first_rank: int) -> None:
             and (row[[_X_SIZES, *range(_SPEC, _NUM_COLUMNS)]] != first[[_X_SIZES, *range(_SPEC, _NUM_COLUMNS)]]).any()
         ):
             raise ValueError(
-                "all ranks of a pipeline that are given x need the same batch, but the first micro-batch is "
+                "all ranks of a pipeline that are given x need the same batch, cut alike, but the first micro-batch is "
                 f"{Spec.decode(first[_SPEC:])} of {first[_NUM_SAMPLES]} samples on rank {first_rank} and "
                 f"{Spec.decode(row[_SPEC:])} of {row[_NUM_SAMPLES]} samples on rank {rank}"
             )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import minigrad as mg
+from distributed import DistributedDataParallel, GradientBucketManager
 from minigrad.backend import Array
 
 
@@ -331,3 +332,87 @@ def test_the_tape_lists_data_that_lies_in_bytes() -> None:
     # An array over bytes or a mapped file has a base that is no array, and no nbytes.
     x = np.frombuffer(bytes(16))
     assert mg.Tape.of(leaf([1.0, 2.0]) * x).kept_bytes == 16
+
+
+# -- data parallel ------------------------------------------------------------------------
+
+
+class Weights(mg.nn.Module):
+    """Named parameters and no layers, for losses written by hand."""
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(self, name, mg.Parameter(value, name))
+
+
+def test_a_frozen_body_does_not_need_zero_grad(ranks: Any) -> None:
+    # An optimizer of the head alone, made before the wrapper, leaves the frozen body in a flat of its own. Its
+    # zero_grad never touched that flat, whose state stayed "reduced", and the second step was refused.
+    def program(comm: Any) -> None:
+        model = Weights(body=1.0, head=1.0)
+        model.body.requires_grad = False
+        optimizer = mg.optim.Optimizer([model.head], mg.optim.SGD(0.0))
+        ddp = DistributedDataParallel(model, comm)
+        for _ in range(2):
+            optimizer.zero_grad()
+            mg.backward_with_hooks(model.body * model.head * (comm.rank + 1.0), ddp.hooks(num_samples=1))
+            ddp.wait()
+            assert model.head.grad == pytest.approx((comm.size + 1) / 2)
+
+    ranks.run(program)
+
+
+def test_a_refused_backward_leaves_every_flat_as_it_was(ranks: Any) -> None:
+    # Flats were marked "reducing" one by one until the first that had to be refused. Those before it stayed marked:
+    # zero_grad asked for wait(), and wait() for a backward.
+    def program(comm: Any) -> None:
+        model = Weights(w=1.0, v=np.ones((), np.float32))
+        ddp = DistributedDataParallel(model, comm)
+
+        def hooked_backward() -> None:
+            loss = model.w * 2.0 + model.v.astype(dtype=np.float64) * 3.0
+            mg.backward_with_hooks(loss, ddp.hooks(num_samples=1))
+
+        for refused, zeroed in [("v", [model.w]), ("w", [model.v])]:
+            hooked_backward()
+            ddp.wait()
+            mg.flat.zero_grad(zeroed)
+            with pytest.raises(RuntimeError, match=f"backward into '{refused}': its grad is already reduced"):
+                hooked_backward()
+            mg.flat.zero_grad(ddp.params)
+        hooked_backward()
+        ddp.wait()
+        assert (model.w.grad, model.v.grad) == pytest.approx((2, 3))
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_memory_in_another_order_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
+    # Names, shapes and dtypes agreed, but an optimizer made earlier on one rank had placed the parameters otherwise:
+    # a bucket of the same size averaged one parameter with another.
+    def program(comm: Any) -> str:
+        model = Weights(a=np.zeros(2), b=np.zeros(2))
+        if comm.rank == comm.size - 1:
+            mg.optim.Optimizer([model.b, model.a], mg.optim.SGD(1.0))
+        with pytest.raises(ValueError, match="all ranks need the same buckets") as caught:
+            DistributedDataParallel(model, comm)
+        return str(caught.value)
+
+    difference = f"bucket 0 is ['b', 'a'] on rank 0 and ['a', 'b'] on rank {ranks.size - 1}"
+    rule = "all ranks need the same buckets in the same order, but"
+    assert ranks.run(program) == [f"{rule} {difference}"] * ranks.size
+
+
+def test_gradients_that_are_overwritten_need_no_zero_grad(ranks: Any) -> None:
+    # A manager used alone refused its second reset(): only an optimizer could have called zero_grad, and there is none.
+    def program(comm: Any) -> None:
+        manager = GradientBucketManager([("w", 1, np.float64)], comm)
+        for step in range(2):
+            manager.reset()
+            manager.grad("w")[:] = comm.rank + step
+            manager.mark_ready("w")
+            manager.wait()
+            assert manager.grad("w") == pytest.approx((comm.size - 1) / 2 + step)
+
+    ranks.run(program)

@@ -199,13 +199,13 @@ def test_the_first_contribution_overwrites_and_later_ones_add(owned: bool) -> No
 
 
 def test_a_gradient_that_no_backward_reached_reads_as_zeros_in_a_range() -> None:
-    reached, unreached = make((2,), (2,))
-    (part,) = mg.FlatBuffer.of([reached, unreached])
+    params = make((2,), (2,), (2,))
+    (part,) = mg.FlatBuffer.of(params)
     for _ in range(2):  # the second time stale values lie there
-        mg.backward(reached.sum())
-        np.testing.assert_array_equal(part.grad, [0, 0, 1, 1])
+        mg.backward(params[1].sum())
+        np.testing.assert_array_equal(part.grad, [0, 0, 1, 1, 0, 0])
         part.flat.grad[...] = 7
-        zero_grad([reached, unreached])
+        zero_grad(params)
 
 
 def test_zero_grad_touches_no_memory() -> None:

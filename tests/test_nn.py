@@ -119,6 +119,7 @@ def test_values_depend_on_seed_and_name_alone() -> None:
     np.testing.assert_array_equal(value(param(), "second"), second)  # though nobody asked for "first"
     assert (first != second).all()
     assert (value(param(seed=1), "first") != first).all()
+    assert (value(param().at("a"), "first") != value(param().at("b"), "first")).all()
     np.testing.assert_array_equal(value(param(np.float32), "first"), first.astype(np.float32))
 
 
@@ -181,17 +182,18 @@ def test_state_is_copied_out_and_in() -> None:
     assert other.scale.data != state["scale"]
 
 
-def test_loading_is_all_or_nothing() -> None:
+@pytest.mark.parametrize(
+    ("removed", "added", "message"),
+    [
+        ("scale", {}, r"missing \['scale'\], unexpected \[\], wrong shape \[\]"),
+        ("", {"c": np.ones(1)}, r"missing \[\], unexpected \['c'\], wrong shape \[\]"),
+        ("", {"b.weight": np.ones((2, 3))}, r"wrong shape \['b\.weight: expected \(2, 2\), got \(2, 3\)'\]"),
+    ],
+)
+def test_loading_is_all_or_nothing(removed: str, added: dict[str, Array], message: str) -> None:
     model = Pair(param())
     before = model.state_dict()
-    state = {name: array + 1 for name, array in before.items()}
-    del state["scale"]
-    state["b.weight"] = np.ones((2, 3))
-    state["c"] = np.ones(1)
-    message = (
-        r"load_state_dict: missing \['scale'\], unexpected \['c'\], "
-        r"wrong shape \['b\.weight: expected \(2, 2\), got \(2, 3\)'\]"
-    )
+    state = {name: array + 1 for name, array in before.items() if name != removed} | added
     with pytest.raises(ValueError, match=message):
         model.load_state_dict(state)
     for name, p in model.named_parameters().items():

@@ -149,16 +149,35 @@ def test_a_stale_gradient_of_a_parameter_that_was_frozen_is_not_used_again() -> 
 
 
 def test_two_optimizers_may_share_a_model() -> None:
-    params = make((2,), (2,), (2,))
-    before = [p.data.copy() for p in params]
+    shapes = [(2,), (2, 2), (3,), (2, 1)]
+    params, alone = make(*shapes), make(*shapes)
     mg.FlatBuffer.of(params)
-    outer, inner = Optimizer([params[0], params[2]], SGD(1.0)), Optimizer([params[1]], SGD(10.0))
-    for p in params:
-        p.grad = np.ones(2)
-    outer.step()
-    inner.step()
-    for p, values, lr in zip(params, before, (1, 10, 1), strict=True):
-        np.testing.assert_array_equal(p.data, values - lr)
+    rules = [AdamW(0.1), SGD(0.1, momentum=0.9, weight_decay=0.1), AdamW(0.2), AdamW(0.1)]
+    shared = [
+        Optimizer([params[0], params[3]], rules[0]),  # two ranges
+        Optimizer([params[1]], rules[1]),  # one that starts in the middle
+        Optimizer([params[2]], rules[2]),
+    ]
+    for optimizer in [*shared, *(Optimizer([p], rule) for p, rule in zip(alone, rules, strict=True))]:
+        for step in range(3):
+            for p in optimizer.params:
+                p.grad = np.full(p.shape, step + 1.0)
+            optimizer.step()
+    for p, expected in zip(params, alone, strict=True):
+        np.testing.assert_array_equal(p.data, expected.data)
+
+
+def test_state_belongs_to_its_parameter_where_decay_begins_and_ends() -> None:
+    shapes = [(2, 2), (3,), (1, 2), (2,)]
+    params, alone = make(*shapes), make(*shapes)
+    rule = AdamW(0.1, weight_decay=0.5)
+    for optimizer in [Optimizer(params, rule), *(Optimizer([p], rule) for p in alone)]:
+        for step in range(3):
+            for p in optimizer.params:
+                p.grad = np.full(p.shape, step + p.size)
+            optimizer.step()
+    for p, expected in zip(params, alone, strict=True):
+        np.testing.assert_array_equal(p.data, expected.data)
 
 
 def test_an_optimizer_takes_a_tied_parameter_once() -> None:

@@ -206,13 +206,15 @@ def test_the_tape_lists_its_ops_for_a_person() -> None:
     ]
     assert len(tape) == 3
     assert tape.kept_bytes == 48 + 96 + 64
-    assert [line.split() for line in str(tape).splitlines()] == [
-        ["op", "output", "kept", "bytes"],
-        ["matmul", "float64[4,", "2]", "144"],
-        ["tanh", "float64[4,", "2]", "64"],
-        ["sum", "float64[]", "0"],
-        ["3", "ops", "208"],
+    lines = [" ".join(line.split()) for line in str(tape).splitlines()]
+    starts = [
+        "op output kept bytes",
+        "matmul float64[4, 2] 144",
+        "tanh float64[4, 2] 64",
+        "sum float64[] 0",
+        "3 ops 208",
     ]
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
 
 
 def test_a_residual_that_two_ops_keep_counts_once() -> None:
@@ -341,6 +343,18 @@ def test_a_value_that_backward_does_not_need_may_change(change: Callable[[mg.Par
     w.grad = None
     mg.backward(y)
     np.testing.assert_array_equal(w.grad, np.ones(3))
+
+
+def test_what_a_joint_vjp_keeps_must_not_change_either() -> None:
+    @mg.op
+    def product(a: Array, b: Array) -> Any:
+        return a * b, mg.Joint(lambda g: (g * b, g * a))
+
+    w, x = parameter(3), leaf(3)
+    y = product(x, w).sum()
+    assign_to(w)
+    with pytest.raises(RuntimeError, match="product needs 'w' as it was"):
+        mg.backward(y)
 
 
 def test_a_changed_view_is_a_changed_value() -> None:

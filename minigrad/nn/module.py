@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..backend import Array
 from ..flat import check_names
+from ..tape import current_watch
 from ..tensor import Parameter
 
 
@@ -18,6 +20,12 @@ class Module:
     """
 
     training = True
+
+    def __init_subclass__(cls) -> None:
+        """Let a watch (`profile`, `detect_anomaly`) know which module is being called."""
+        super().__init_subclass__()
+        if "__call__" in vars(cls):
+            cls.__call__ = _watched(cls.__call__)  # type: ignore[method-assign]
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
@@ -80,6 +88,18 @@ class Module:
             )
         for name, p in params.items():
             p.data = values[name]
+
+
+def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def watched(self: Module, *args: Any) -> Any:
+        watch = current_watch()
+        if watch is None:
+            return call(self, *args)
+        with watch.module(self):
+            return call(self, *args)
+
+    return watched
 
 
 class Sequential(Module):

@@ -1,0 +1,371 @@
+"""A stage: what it builds, one micro-batch forward and backward, and what tied copies need."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from toy_layers import apply, dense, gradients_in_one_process, mean, scale
+
+import minigrad as mg
+from distributed import SoloCommunicator
+from minigrad import Hooks
+from minigrad.models import gpt
+from minigrad.optim import grad_square_sum, scale_to_norm
+from pipeline import SCHEDULES, PipelineStage, Schedule, gpipe
+
+LAYERS = [dense("a", 3, 4), dense("b", 4, 4), dense("c", 4, 2)]
+ONE = SCHEDULES["1f1b"]
+
+
+def only_stage(layers):
+    (stage,) = PipelineStage.of(layers, SoloCommunicator(), ONE, dtype=np.float64)
+    return stage
+
+
+# Building
+
+
+def test_each_rank_builds_its_own_layers_only(ranks):
+    built = []
+
+    def layer(name):
+        def factory(param):
+            built.append(name)
+            return lambda x: x
+
+        return name, factory
+
+    def program(comm):
+        names = [f"l{i}" for i in range(5)]
+        stages = PipelineStage.of([layer(name) for name in names], comm, ONE)
+        (stage,) = stages
+        assert len(stages) == 1
+        assert len(stage.layers) == stage.spec.layer_stop - stage.spec.layer_start
+        return names[stage.spec.layer_start : stage.spec.layer_stop]
+
+    parts = ranks.run(program)
+    assert [name for part in parts for name in part] == [f"l{i}" for i in range(5)]
+
+
+def test_values_are_those_of_the_whole_model_whatever_the_seed_of_others(ranks):
+    config = gpt.GPTConfig(vocab_size=11, context=4, num_layers=4, num_heads=1, width=4)
+    whole = gpt.GPT(config, seed=5, dtype=np.float64).state_dict()
+
+    def program(comm):
+        stages = PipelineStage.of(gpt.layers(config), comm, ONE, seed=5, dtype=np.float64)
+        for p in stages.parameters():
+            np.testing.assert_array_equal(p.data, whole[p.name], strict=True)
+        return [p.name for p in stages.counted_parameters()]
+
+    assert sorted(name for names in ranks.run(program) for name in names) == sorted(whole)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_stage_says_which_part_it_is(ranks):
+    config = gpt.GPTConfig(vocab_size=11, context=4, num_layers=4, num_heads=1, width=4)
+
+    def program(comm):
+        (stage,) = PipelineStage.of(gpt.layers(config), comm, ONE)
+        assert (stage.is_first, stage.has_embedding) == (comm.rank == 0, comm.rank == 0)
+        assert (stage.is_last, stage.has_lm_head) == ((comm.rank == comm.size - 1,) * 2)
+        assert stage.stage_id == comm.rank
+        assert stage.num_blocks == stage.block_end - stage.block_start
+        return stage.num_blocks, stage.block_start
+
+    parts = ranks.run(program)
+    assert sum(num for num, _ in parts) == 4
+    assert [start for _, start in parts] == [sum(num for num, _ in parts[:i]) for i in range(len(parts))]
+
+
+def test_more_stages_than_layers_are_refused_on_every_rank(ranks):
+    def program(comm):
+        message = f"at most the number of layers, got {comm.size} stages and {comm.size - 1} layers"
+        with pytest.raises(ValueError, match=message):
+            PipelineStage.of(LAYERS[:1] * (comm.size - 1), comm, ONE)
+        comm.barrier()
+
+    ranks.run(program)
+
+
+# One micro-batch
+
+
+def test_forward_and_backward_are_those_of_the_layers():
+    x = np.linspace(-1, 1, 12).reshape(4, 3)
+    stage = only_stage(LAYERS)
+    output, reached = stage.forward(0, x, input_grad=True)
+    assert stage.num_in_flight == 1
+    assert {p.name for p in reached} == set(stage.named_parameters())
+    input_grad = stage.backward(0, np.full(output.shape, 1 / output.size), Hooks())
+    assert stage.num_in_flight == 0
+
+    _, grads = gradients_in_one_process(LAYERS, [x], [None], mean)
+    for name, grad in stage.param_grads().items():
+        np.testing.assert_array_equal(grad, grads[name], strict=True)
+    leaf = mg.Tensor(x, requires_grad=True)
+    mg.backward(mg.nn.Sequential(stage.layers)(leaf).mean())
+    np.testing.assert_array_equal(input_grad, leaf.grad, strict=True)
+
+
+def test_two_halves_are_the_whole_to_the_last_bit():
+    x = np.linspace(-1, 1, 12).reshape(4, 3)
+    whole, halves = only_stage(LAYERS), only_stage(LAYERS)
+    for stage in (whole, halves):
+        output, _ = stage.forward(0, x, input_grad=True)
+    g = np.linspace(1, 2, output.size).reshape(output.shape)
+    wanted = whole.backward(0, g, Hooks())
+    got = halves.backward_input(0, g, Hooks())
+    assert all(p.grad is None for p in halves.parameters())
+    halves.backward_weight(0, Hooks())
+    np.testing.assert_array_equal(got, wanted, strict=True)
+    for name, grad in halves.param_grads().items():
+        np.testing.assert_array_equal(grad, whole.param_grads()[name], strict=True)
+
+
+def test_the_weight_half_of_a_frozen_stage_is_nothing():
+    stage = only_stage(LAYERS)
+    for p in stage.parameters():
+        p.requires_grad = False
+    output, reached = stage.forward(0, np.ones((2, 3)), input_grad=False)
+    assert reached == []
+    assert stage.backward_input(0, np.ones_like(output), Hooks()) is None
+    stage.backward_weight(0, Hooks())
+    assert stage.num_in_flight == 0
+
+
+def test_finish_is_where_the_backward_starts():
+    stage = only_stage([scale("a", 3.0)])
+    output, _ = stage.forward(0, np.array([1.0, 2.0]), input_grad=False, finish=lambda y: (y * y).mean())
+    assert output == 22.5
+    stage.backward(0, 0.5, Hooks())
+    np.testing.assert_allclose(stage.param_grads()["a"], 0.5 * 2 * 3 * 2.5)
+
+
+def test_a_stage_may_hand_its_input_on():
+    stage = only_stage([apply("same", lambda x: x)])
+    x = np.ones((2, 3))
+    output, reached = stage.forward(0, x, input_grad=True)
+    assert output is x
+    assert reached == []
+    g = np.full((2, 3), 5.0)
+    np.testing.assert_array_equal(stage.backward(0, g, Hooks()), g)
+
+
+def test_the_gradient_of_an_unused_input_is_zeros():
+    stage = only_stage([scale("a", shape=(3,)), apply("drop", lambda x: mg.Tensor(np.ones((2, 3), np.float32)))])
+    output, _ = stage.forward(0, np.ones((2, 3)), input_grad=True)
+    assert output.dtype == np.float32
+    input_grad = stage.backward(0, np.ones((2, 3), np.float32), Hooks())
+    np.testing.assert_array_equal(input_grad, np.zeros((2, 3)), strict=True)
+    np.testing.assert_array_equal(stage.param_grads()["a"], np.zeros(3))
+
+
+def test_integers_reach_the_layers_as_they_are():
+    seen = []
+    stage = only_stage([apply("look", lambda x: seen.append(x) or x)])
+    ids = np.array([1, 2])
+    output, _ = stage.forward(0, ids, input_grad=False)
+    assert seen[0] is ids
+    assert output is ids
+    assert stage.backward(0, None, Hooks()) is None
+
+
+def test_more_than_one_output_is_refused():
+    stage = only_stage([apply("pair", lambda x: (x, x))])
+    with pytest.raises(TypeError, match="stage 0 must give one tensor or array, got tuple"):
+        stage.forward(0, np.ones(2), input_grad=False)
+
+
+def test_the_output_is_free_once_it_is_sent_and_the_tape_once_it_is_walked():
+    alive = []
+
+    def watch(x):
+        y = x + 1.0  # keeps nothing: only its output's holder keeps the array
+        alive.append(weakref.ref(y.data))
+        return y
+
+    stage = only_stage([scale("a"), apply("watch", watch)])
+    gc.disable()
+    try:
+        output, _ = stage.forward(0, np.ones(3), input_grad=False)
+        assert alive[0]() is output
+        del output
+        assert alive[0]() is None  # while its tape waits for the backward
+        assert stage.num_in_flight == 1
+        stage.backward(0, np.ones(3), Hooks())
+    finally:
+        gc.enable()
+    np.testing.assert_array_equal(stage.param_grads()["a"], 3.0)
+
+
+def test_without_a_tape_nothing_is_kept():
+    stage = only_stage(LAYERS)
+    output, reached = stage.forward(0, np.ones((2, 3)), input_grad=False, keep_tape=False)
+    assert output.shape == (2, 2)
+    assert (reached, stage.num_in_flight) == ([], 0)
+
+
+def test_param_grads_are_zeros_where_no_backward_reached():
+    stage = only_stage([scale("a", shape=(2,))])
+    np.testing.assert_array_equal(stage.param_grads()["a"], np.zeros(2))
+
+
+# Tied parameters: `w` on the first and the last rank, `v` on all
+
+
+def tied_layers(size):
+    inner = [scale(f"inner{i}", shared="v") for i in range(size)]
+    return [scale("first", shared="w"), *inner, scale("last", shared="w")]
+
+
+def tied_stages(comm):
+    # The first and the last layer go with the first and the last stage, as an embedding and a head do.
+    layers = tied_layers(comm.size)
+    layers[0], layers[-1] = ("embed", layers[0][1]), ("head", layers[-1][1])
+    return PipelineStage.of(layers, comm, ONE, dtype=np.float64)
+
+
+def test_tied_parameters_are_those_of_several_ranks(ranks):
+    def program(comm):
+        stages = tied_stages(comm)
+        parameters, counted = ([p.name for p in ps] for ps in (stages.parameters(), stages.counted_parameters()))
+        return [p.name for p in stages.tied], parameters, counted, stages.tied_states()
+
+    size = ranks.size
+    for rank, (tied, parameters, counted, states) in enumerate(ranks.run(program)):
+        held = ["v", "w"] if rank in (0, size - 1) else ["v"]
+        assert tied == (held if size > 1 else [])
+        assert sorted(parameters) == held
+        assert sorted(counted) == (["v", "w"] if rank == 0 else [])
+        assert states == ({"v": True, "w": True if "w" in held else None} if size > 1 else {})
+
+
+def test_tied_gradients_are_summed_over_their_ranks_and_what_was_there_stays(ranks):
+    def program(comm):
+        stages = tied_stages(comm)
+        for p in stages.parameters():
+            p.grad = np.full(p.shape, 100.0)  # summed over ranks in an earlier step
+        before = stages.set_tied_aside()
+        for p in stages.tied:
+            if p.name == "v" or comm.rank == 0:  # the last rank's backward does not reach `w`
+                p.accumulate_grad(np.full(p.shape, 1.0 + comm.rank))
+        stages.sum_tied(before)
+        return {p.name: float(p.grad) for p in stages.parameters()}
+
+    size = ranks.size
+    for rank, grads in enumerate(ranks.run(program)):
+        added = size * (size + 1) / 2 if size > 1 else 0
+        assert grads["v"] == 100 + added
+        assert grads.get("w", 101) == (101 if size > 1 else 100)
+        assert ("w" in grads) == (rank in (0, size - 1))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_frozen_tied_parameter_is_left_alone(ranks):
+    def program(comm):
+        stages = tied_stages(comm)
+        for p in stages.tied:
+            p.requires_grad = False
+        stages.sum_tied(stages.set_tied_aside())
+        assert [p.grad for p in stages.tied] == [None] * len(stages.tied)
+        assert set(stages.tied_states().values()) <= {False, None}
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_tied_copies_start_with_the_values_of_the_first_rank(ranks):
+    def program(comm):
+        stages = PipelineStage.of(
+            [scale(str(i), float(i), shared="w") for i in range(comm.size)], comm, ONE, dtype=np.float32
+        )
+        assert [p.data for p in stages.tied] == [0.0]
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_copies_of_different_shape_are_refused_on_every_rank(ranks):
+    def program(comm):
+        last = comm.size - 1
+        layers = [scale(str(i), shared="w", shape=(3 if i == last else 2,)) for i in range(comm.size)]
+        message = (
+            "copies of a tied parameter must have the same shape and dtype, "
+            rf"but 'w' is float32\[2\] on rank 0 and float32\[3\] on rank {last}"
+        )
+        with pytest.raises(ValueError, match=message):
+            PipelineStage.of(layers, comm, ONE)
+        comm.barrier()
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_without_a_name_are_never_tied(ranks):
+    def program(comm):
+        def factory(param):
+            layer = mg.nn.Module()
+            layer.weight = mg.Parameter(np.ones(2 + comm.rank))
+            return layer
+
+        stages = PipelineStage.of([("a", factory), ("b", factory)], comm, ONE)
+        assert stages.tied == []
+        assert len(stages.parameters()) == 1
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_of_two_stages_of_one_rank_is_one(ranks):
+    """As in a V placement, where the first and the last stage are neighbours on a rank."""
+    v_placement = Schedule("v", gpipe, num_chunks=2, rank_of=lambda stage, size: min(stage, 2 * size - 1 - stage))
+
+    def program(comm):
+        stages = PipelineStage.of(
+            [scale(f"l{i}", shared="w" if i in (0, 3) else None) for i in range(4)], comm, v_placement
+        )
+        assert [stage.stage_id for stage in stages] == [comm.rank, 3 - comm.rank]
+        assert stages.tied == []
+        return [p.name for p in stages.parameters()]
+
+    assert ranks.run(program) == [["w"], ["l1", "l2"]]
+
+
+def test_train_and_eval_reach_every_layer(ranks):
+    def program(comm):
+        stages = PipelineStage.of([dense(f"l{i}", 2, 2) for i in range(comm.size)], comm, ONE)
+        modules = [layer for stage in stages for layer in stage.layers]
+        stages.eval()
+        assert not any(module.training for layer in modules for module in layer.modules())
+        stages.train()
+        assert all(module.training for layer in modules for module in layer.modules())
+
+    ranks.run(program)
+
+
+# The norm of the whole model
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(("max_norm", "factor"), [(1.0, 1 / 5), (10.0, 1.0)])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, max_norm, factor):
+    """Rank 0 has 3, the last 4, and those between nothing."""
+
+    def program(comm):
+        (first, last), middle = (
+            (scale(name) for name in "ab"),
+            [apply(str(i), lambda x: x) for i in range(comm.size - 2)],
+        )
+        stages = PipelineStage.of([first, *middle, last], comm, ONE, dtype=np.float64)
+        for p in stages.parameters():
+            p.grad = np.float64(3.0 if comm.rank == 0 else 4.0)
+        square_sum = np.array([grad_square_sum(stages.counted_parameters())])
+        norm = comm.allreduce(square_sum).wait()[0] ** 0.5
+        scale_to_norm(stages.parameters(), norm, max_norm)
+        return norm, [float(p.grad) for p in stages.parameters()]
+
+    results = ranks.run(program)
+    assert {norm for norm, _ in results} == {5.0}
+    np.testing.assert_allclose([results[0][1], results[-1][1]], [[3 * factor], [4 * factor]])
+    assert [grads for _, grads in results[1:-1]] == [[]] * (ranks.size - 2)
