@@ -16,6 +16,7 @@ from .backward import (
     reached_parameters,
 )
 from .flat import FlatBuffer, FlatRange, GradState
+from .functional import value_and_grad
 from .gradcheck import check_vjp
 from .ops import *  # noqa: F403  # the op table's __all__
 from .ops import __all__ as _op_names
@@ -53,5 +54,6 @@ __all__ = [
     "reached_parameters",
     "recompute",
     "rng",
+    "value_and_grad",
     *_op_names,
 ]
