@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from distributed.communicator import Communicator, Work
-from minigrad.flat import FlatBuffer, FlatRange, GradState
-from minigrad.tensor import Parameter
+from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.tensor import GradState, Parameter
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 EDGE_BUCKET_BYTES = 1 << 20  # of the first and the last bucket
@@ -98,11 +98,7 @@ class GradientBucketManager:
         Raises:
             RuntimeError: the last reduction was not waited for.
         """
-        flats = self._flats()
-        if any(flat.state is GradState.REDUCING for flat in flats):
-            raise RuntimeError(self._message("a new backward before the last one was reduced to the end; call wait()"))
-        for flat in flats:
-            flat.state = GradState.REDUCING
+        self._check_idle()
         for bucket in self.buckets:
             bucket.pending = set(bucket.range.params)
             bucket.work = None
@@ -117,14 +113,16 @@ class GradientBucketManager:
             ValueError: a parameter is reached that is not among those to reduce.
             RuntimeError: the last reduction was not waited for, or its result is still there: no zero_grad since.
         """
+        self._check_idle()
         for p in reached:
             if p not in self._bucket_of:
                 rule = f"backward reaches {p.label}, which is not among the parameters to reduce"
                 raise ValueError(self._message(rule))
-            self._bucket_of[p].range.flat.check_accumulating(p)
+            if p.grad_state is not GradState.LOCAL:
+                p.refuse_grad("backward into")
         self.reset(share)
         for p in self._bucket_of.keys() - reached:
-            self._bucket_of[p].pending.remove(p)
+            self._close(p)
         self._launch_complete()
 
     def mark_ready(self, param: Parameter | str) -> None:
@@ -140,7 +138,7 @@ class GradientBucketManager:
         pending = self._bucket_of[p].pending
         if p not in pending:
             raise RuntimeError(self._message(f"on_grad_ready({p.name!r}) called twice in one backward"))
-        pending.remove(p)
+        self._close(p)
         if not pending:
             self._launch_complete()
 
@@ -157,9 +155,13 @@ class GradientBucketManager:
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
-        for flat in self._flats():
-            flat.state = GradState.REDUCED
+            for p in bucket.range.params:
+                p.grad_state = GradState.REDUCED
         self._under_way = False
+
+    def _check_idle(self) -> None:
+        if self._under_way:
+            raise RuntimeError(self._message("a new backward before the last one was reduced to the end; call wait()"))
 
     def _launch_complete(self) -> None:
         """Launch buckets in their order, up to the first that is not complete."""
@@ -171,8 +173,12 @@ class GradientBucketManager:
                 grad *= grad.dtype.type(self._share)
             bucket.work = self.comm.allreduce(grad)
 
-    def _flats(self) -> set[FlatBuffer]:
-        return {bucket.range.flat for bucket in self.buckets}
+    def _close(self, p: Parameter) -> None:
+        """Take a final gradient: from here on nothing may be added to it."""
+        if p.grad_state is GradState.REDUCING:
+            p.refuse_grad("a second reduction of")
+        p.grad_state = GradState.REDUCING
+        self._bucket_of[p].pending.remove(p)
 
     def _message(self, rule: str) -> str:
         pending = [p.name for bucket in self.buckets for p in bucket.range.params if p in bucket.pending]

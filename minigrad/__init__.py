@@ -15,14 +15,14 @@ from .backward import (
     backward_with_hooks,
     reached_parameters,
 )
-from .flat import FlatBuffer, FlatRange, GradState
+from .flat import FlatBuffer, FlatRange
 from .functional import value_and_grad
 from .gradcheck import check_vjp
 from .ops import *  # noqa: F403  # the op table's __all__
 from .ops import __all__ as _op_names
 from .recompute import recompute
 from .tape import Joint, Tape, enable_grad, no_grad, op
-from .tensor import Parameter, Tensor
+from .tensor import GradState, Parameter, Tensor
 from .watch import Profile, detect_anomaly, profile
 
 __all__ = [

@@ -14,19 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 
 from .backend import Array, xp_of
-from .tensor import Parameter, changes
-
-
-class GradState(Enum):
-    """What the gradients of a flat are: this rank's own, in flight, or reduced over ranks."""
-
-    LOCAL = "local"
-    REDUCING = "reducing"
-    REDUCED = "reduced"
+from .tensor import GradState, Parameter, changes
 
 
 class FlatBuffer:
@@ -35,7 +26,6 @@ class FlatBuffer:
     Attributes:
         data, grad: (n,) arrays.
         params: in memory order.
-        state: set by whoever reduces the gradients; guards against a step on gradients in flight.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
@@ -44,7 +34,6 @@ class FlatBuffer:
         self.data: Array = xp.empty(size, params[0].dtype)
         self.grad: Array = xp.zeros(size, params[0].dtype)
         self.params = tuple(params)
-        self.state = GradState.LOCAL
         start = 0
         for p in params:
             shape, stop = p.shape, start + p.size
@@ -86,13 +75,6 @@ class FlatBuffer:
                     ranges.append(FlatRange(flat, tuple(run)))
         place = {p: i for i, p in enumerate(wanted)}
         return sorted(ranges, key=lambda r: min(place[p] for p in r.params))
-
-    def check_accumulating(self, param: Parameter) -> None:
-        """Refuse to add a rank's own contribution to gradients that are already reduced over ranks."""
-        if self.state is GradState.REDUCED:
-            raise RuntimeError(
-                f"backward into {param.label}: its grad is already reduced over ranks; call zero_grad() first"
-            )
 
 
 @dataclass(frozen=True)
@@ -136,16 +118,19 @@ def zero_grad(params: Iterable[Parameter]) -> None:
     """Mark gradients fresh: the next contribution overwrites. Touches no memory.
 
     Raises:
-        RuntimeError: they are being reduced over ranks.
+        RuntimeError: one of them is being reduced over ranks; then none is marked.
     """
+    params = list(params)
+    check_not_reducing(params, "zero_grad() of")
     for p in params:
-        if p.flat is not None:
-            if p.flat.state is GradState.REDUCING:
-                raise RuntimeError(
-                    f"zero_grad() on {p.label} while its grad is being reduced over ranks; call wait() first"
-                )
-            p.flat.state = GradState.LOCAL
         p.grad = None
+
+
+def check_not_reducing(params: Iterable[Parameter], what: str) -> None:
+    """Raise RuntimeError if one of these gradients is still on its way to other ranks."""
+    for p in params:
+        if p.grad_state is GradState.REDUCING:
+            p.refuse_grad(what)
 
 
 def check_names(params: Iterable[Parameter]) -> None:

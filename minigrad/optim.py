@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Protocol
 
 from .backend import Array, xp_of
-from .flat import FlatBuffer, FlatRange, GradState, zero_grad
+from .flat import FlatBuffer, FlatRange, check_not_reducing, zero_grad
 from .tensor import Parameter
 
 LearningRate = float | Callable[[int], float]
@@ -140,9 +140,7 @@ class Optimizer:
         Raises:
             RuntimeError: gradients are being reduced over ranks.
         """
-        for part, _ in self._ranges:
-            if part.flat.state is GradState.REDUCING:
-                raise RuntimeError("optimizer.step() while gradients are being reduced over ranks; call wait() first")
+        check_not_reducing(self.params, "optimizer.step() with")
         lr = self.lr
         for part, state in self._ranges:
             for run, decay in self._runs(part):
@@ -164,7 +162,13 @@ class Optimizer:
 
 
 def grad_square_sum(params: Iterable[Parameter]) -> float:
-    """Return the sum of squares of all gradients; of ranks that hold different parameters, the sums add."""
+    """Return the sum of squares of all gradients; of ranks that hold different parameters, the sums add.
+
+    Raises:
+        RuntimeError: gradients are being reduced over ranks.
+    """
+    params = list(params)
+    check_not_reducing(params, "the norm of")
     total = 0.0
     for part in FlatBuffer.of(params):
         grad = part.grad

@@ -6,7 +6,9 @@ them is the tape's business; where a parameter's memory lives is FlatBuffer's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -20,25 +22,30 @@ if TYPE_CHECKING:
 class Changes:
     """Which memory was changed in place, and when.
 
-    Backward needs the values of the forward. Every in-place change that goes through
-    minigrad (optimizer, loading, `t.data = ...`) is noted here: a counter, and the byte
-    range with its newest count. Stale entries are harmless: one matters only if it is newer than a
-    node that still holds the memory, and then the memory is alive. Writes into `t.data[...]` cannot be seen.
+    Backward needs the values of the forward. Every in-place change that goes through minigrad (optimizer, loading,
+    `t.data = ...`) is noted here: a counter, and the byte range with its newest count. Entries of memory that is
+    gone are harmless, since an entry matters only if it is newer than a node that still holds the memory; they
+    are dropped now and then. Writes into `t.data[...]` cannot be seen.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._ranges: dict[tuple[int, int], tuple[int, str]] = {}
+        self._ranges: dict[tuple[int, int], tuple[int, str, weakref.ref[Any]]] = {}
+        self._limit = 1000  # look for entries of dead memory when there are more
 
     def note(self, array: Array, name: str) -> None:
         """Note that `array`, called `name`, has just been changed in place."""
         self.count += 1
-        self._ranges[memory_range(array)] = (self.count, name)
+        owner = array if array.base is None or not isinstance(array.base, type(array)) else array.base
+        self._ranges[memory_range(array)] = (self.count, name, weakref.ref(owner))
+        if len(self._ranges) > self._limit:
+            self._ranges = {key: entry for key, entry in self._ranges.items() if entry[2]() is not None}
+            self._limit = max(1000, 2 * len(self._ranges))
 
     def since(self, count: int, array: Array) -> str | None:
         """Return the name of what changed `array`'s memory after `count`, or None."""
         start, stop = memory_range(array)
-        for (lo, hi), (when, name) in tuple(self._ranges.items()):
+        for (lo, hi), (when, name, _) in tuple(self._ranges.items()):
             if when > count and lo < stop and start < hi:
                 return name
         return None
@@ -94,6 +101,7 @@ class Tensor:
 
     @grad.setter
     def grad(self, value: Any) -> None:
+        self._open_grad()
         if value is None:
             self._fresh = True
             return
@@ -106,6 +114,9 @@ class Tensor:
     def accumulate_grad(self, g: Array) -> None:
         """Add one contribution to the gradient; the first one after a reset overwrites."""
         self._add_to_grad(g)
+
+    def _open_grad(self) -> None:
+        """Check that the gradient may be replaced; anybody's may, but a parameter's not while it is being reduced."""
 
     def _add_to_grad(self, g: Array) -> None:
         if self._grad is None:
@@ -187,6 +198,14 @@ class Tensor:
         def T(self) -> Tensor: ...
 
 
+class GradState(Enum):
+    """What a parameter's gradient is: this rank's own, on its way to the other ranks, or reduced over them."""
+
+    LOCAL = "local"
+    REDUCING = "being reduced"
+    REDUCED = "already reduced"
+
+
 class Parameter(Tensor):
     """A named leaf that a module owns and an optimizer changes.
 
@@ -196,9 +215,13 @@ class Parameter(Tensor):
     Args:
         data: floating point array; copied, so that nobody else holds the memory.
         name: unique within a model; what errors, checkpoints and random streams call it.
+
+    Attributes:
+        flat, start: the owner of its memory, and where in it this parameter begins, in elements.
+        grad_state: set by whoever reduces gradients; guards against what would add to them or use them too early.
     """
 
-    __slots__ = ("flat", "name", "start")
+    __slots__ = ("flat", "grad_state", "name", "start")
 
     def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
         array = data if xp_of(data) is not np else np.asarray(data)
@@ -206,7 +229,8 @@ class Parameter(Tensor):
         self.name = name
         self.weight_side = True  # frozen or not: what depends on parameters alone is weight work
         self.flat: FlatBuffer | None = None
-        self.start = 0  # where it begins in its flat, in elements
+        self.start = 0
+        self.grad_state = GradState.LOCAL
 
     @property
     def label(self) -> str:
@@ -218,10 +242,20 @@ class Parameter(Tensor):
         return self.start + self.size
 
     def accumulate_grad(self, g: Array) -> None:
-        """Add one contribution to the gradient; refused once it is reduced over ranks."""
-        if self.flat is not None:
-            self.flat.check_accumulating(self)
+        """Add one contribution to the gradient; refused once it is on its way to other ranks, until zero_grad."""
+        if self.grad_state is not GradState.LOCAL:
+            self.refuse_grad("backward into")
         self._add_to_grad(g)
+
+    def refuse_grad(self, what: str) -> NoReturn:
+        """Raise RuntimeError: `what` is wrong in the state of this gradient."""
+        remedy = "wait()" if self.grad_state is GradState.REDUCING else "zero_grad()"
+        raise RuntimeError(f"{what} {self.label}: its grad is {self.grad_state.value} over ranks; call {remedy} first")
+
+    def _open_grad(self) -> None:
+        if self.grad_state is GradState.REDUCING:
+            self.refuse_grad("a new grad for")
+        self.grad_state = GradState.LOCAL
 
     def fill_missing_grad(self) -> None:
         """Make a gradient that no backward reached zeros."""
