@@ -5,7 +5,7 @@ from distributed.communicator import Communicator, ReduceOp, SoloCommunicator, W
 from distributed.ddp import DistributedDataParallel, broadcast_params
 from distributed.local import LocalWorld
 from distributed.mesh import Mesh
-from distributed.trainer import BucketedTrainer, DistributedTrainer, TrainingConfig, TrainingMetrics
+from distributed.trainer import BucketedTrainer, DistributedTrainer, SimpleTrainer, TrainingConfig, TrainingMetrics
 from distributed.world import describe, launched_by_mpi, launcher_rank, world
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "LocalWorld",
     "Mesh",
     "ReduceOp",
+    "SimpleTrainer",
     "SoloCommunicator",
     "TrainingConfig",
     "TrainingMetrics",

@@ -13,13 +13,15 @@ just before the launch, so that the sum over ranks is the mean.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from distributed.communicator import Communicator, Work
+from distributed.comm_hooks import CommHook, allreduce
+from distributed.communicator import Communicator, ReduceOp, Work
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.tensor import GradState, Parameter
 
@@ -54,6 +56,11 @@ class GradientBucketManager:
         comm: the ranks to average over; every rank gives the same layout.
         bucket_bytes: a bucket is closed when the next gradient would exceed this. One gradient may be larger.
         last: parameters among `params` that are final only after the backward; each gets a bucket, at the end.
+        comm_hook: how a bucket travels; the same on every rank.
+
+    Attributes:
+        unused: names of parameters that require grad and that no rank's backward reached, as of the last `wait`.
+
     Raises:
         ValueError: bucket_bytes is not positive, or a name is given twice.
     """
@@ -65,6 +72,7 @@ class GradientBucketManager:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         last: Sequence[Parameter] = (),
+        comm_hook: CommHook = allreduce,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
@@ -73,6 +81,9 @@ class GradientBucketManager:
         self.buckets = [Bucket(part) for part in plan_buckets(self.params, bucket_bytes, last)]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
         self._by_name = {p.name: p for p in self.params}
+        self._comm_hook = comm_hook
+        self.unused: list[str] = []
+        self._reached: Work | None = None  # which parameters any rank reached, on its way
         self._under_way = False
         self._num_launched = 0
         self._share = 1.0
@@ -103,6 +114,7 @@ class GradientBucketManager:
             bucket.pending = set(bucket.range.params)
             bucket.work = None
         self._share = 1 / self.comm.size if share is None else share
+        self._reached = None
         self._num_launched = 0
         self._under_way = True
 
@@ -121,6 +133,9 @@ class GradientBucketManager:
             if p.grad_state is not GradState.LOCAL:
                 p.refuse_grad("backward into")
         self.reset(share)
+        used = set(reached)
+        flags = np.array([p in used or p.grad is not None or not p.requires_grad for p in self.params], np.uint8)
+        self._reached = self.comm.allreduce(flags, op=ReduceOp.MAX)
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         self._launch_complete()
@@ -158,6 +173,15 @@ class GradientBucketManager:
             for p in bucket.range.params:
                 p.grad_state = GradState.REDUCED
         self._under_way = False
+        if self._reached is not None:
+            self._report_unused(self._reached.wait())
+
+    def _report_unused(self, reached: Any) -> None:
+        """Note the parameters that no rank reached, and warn when they are others than the last time."""
+        unused = [p.name for p, flag in zip(self.params, reached, strict=True) if not flag]
+        if unused and unused != self.unused:
+            warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)
+        self.unused = unused
 
     def _check_idle(self) -> None:
         if self._under_way:
@@ -171,7 +195,7 @@ class GradientBucketManager:
             grad = bucket.range.grad  # zeros where no backward reached
             if self._share != 1:
                 grad *= grad.dtype.type(self._share)
-            bucket.work = self.comm.allreduce(grad)
+            bucket.work = self._comm_hook(grad, self.comm)
 
     def _close(self, p: Parameter) -> None:
         """Take a final gradient: from here on nothing may be added to it."""

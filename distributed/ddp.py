@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from distributed.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
+from distributed.comm_hooks import CommHook, allreduce
 from distributed.communicator import Communicator
 from minigrad.backward import Hooks
 from minigrad.flat import FlatBuffer
@@ -37,21 +38,35 @@ class DistributedDataParallel:
         model: its parameters are all reduced, frozen ones too. Where it has `tied` parameters (stages of a pipeline),
             these get the last buckets.
         comm: the ranks that hold replicas.
-        bucket_bytes: see `GradientBucketManager`.
+        bucket_bytes, comm_hook: see `GradientBucketManager`.
+
+    Attributes:
+        first_sample: index of this rank's first sample in the batch of all ranks, as of the last `hooks`.
+        share: of the samples that this rank has, likewise.
+
     Raises:
         ValueError: the ranks' parameters differ in name, shape or dtype, or their buckets do: by bucket_bytes, or by
             an optimizer made before that placed parameters otherwise. The same message on every rank.
     """
 
-    def __init__(self, model: HasParameters, comm: Communicator, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        model: HasParameters,
+        comm: Communicator,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        comm_hook: CommHook = allreduce,
+    ) -> None:
         self.params = list(model.parameters())
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
         check_layout(self.params, self.comm)
         tied = getattr(model, "tied", ())
-        self.buckets = GradientBucketManager(self.params, self.comm, bucket_bytes=bucket_bytes, last=tied)
+        self.buckets = GradientBucketManager(
+            self.params, self.comm, bucket_bytes=bucket_bytes, last=tied, comm_hook=comm_hook
+        )
         check_buckets(self.buckets, self.comm)
-        self.first_sample = 0  # of this rank's samples in the global batch; set by `hooks`
-        self._share = 1 / comm.size
+        self.first_sample = 0
+        self.share = 1 / comm.size
         broadcast_params(self.params, self.comm)
 
     def hooks(self, *, num_samples: int) -> Hooks:
@@ -68,7 +83,7 @@ class DistributedDataParallel:
         if counts.min() < 1:
             raise ValueError(f"every rank needs num_samples of at least 1, got {counts.tolist()} by rank")
         self.first_sample = int(counts[: self.comm.rank].sum())
-        share = self._share = float(counts[self.comm.rank] / counts.sum())
+        share = self.share = float(counts[self.comm.rank] / counts.sum())
         return Hooks(
             on_start=lambda reached: self.buckets.start(reached, share),
             on_grad_ready=self.buckets.mark_ready,
@@ -81,7 +96,7 @@ class DistributedDataParallel:
 
     def mean(self, value: float) -> float:
         """Average a number over ranks, weighted as the gradients of the last `hooks`. Collective."""
-        total = np.array([value * self._share])
+        total = np.array([value * self.share])
         return float(self.comm.allreduce(total).wait()[0])
 
 

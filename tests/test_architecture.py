@@ -18,7 +18,7 @@ TAPE = TENSORS | {"minigrad.tape", "minigrad.backward"}
 LAYERS = TAPE | {"minigrad.rng", "minigrad.recompute", "minigrad.ops", "minigrad.nn"}
 COMMUNICATION = {"numpy", "minigrad.backend", "distributed.communicator"}
 REDUCTION = COMMUNICATION | TAPE | {"minigrad.flat", "distributed.buckets"}
-TRAINING = REDUCTION | {"minigrad.optim", "minigrad.lr_schedule", "minigrad.nn", "distributed.ddp"}
+TRAINING = REDUCTION | {"distributed.comm_hooks", "minigrad.optim", "minigrad.lr_schedule", "minigrad.nn", "distributed.ddp"}
 # Schedules are plain Python: they can be drawn and checked where there is neither an array nor a communicator.
 ORDERS = {f"pipeline.{name}" for name in ("action", "schedules", "simulate", "draw", "check", "lower", "partition")}
 STAGES = COMMUNICATION | TAPE | ORDERS | {"minigrad.rng", "pipeline.microbatch", "pipeline.spec"}
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "minigrad.rng": ARRAYS,
     "minigrad.recompute": TAPE | {"minigrad.rng"},
     "minigrad.gradcheck": TAPE,
+    "minigrad.functional": TAPE,
     "minigrad.ops": TAPE | {"minigrad.rng", "minigrad.ops"},
     "minigrad.nn": LAYERS | {"minigrad.flat"},
     "minigrad.models": LAYERS | {"minigrad.models"},
@@ -48,8 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed.shared_memory": COMMUNICATION,
     "distributed.mesh": COMMUNICATION,
     "distributed.world": COMMUNICATION | {"distributed.mpi"},
-    "distributed.buckets": REDUCTION,
-    "distributed.ddp": REDUCTION,
+    "distributed.comm_hooks": COMMUNICATION,
+    "distributed.buckets": REDUCTION | {"distributed.comm_hooks"},
+    "distributed.ddp": REDUCTION | {"distributed.comm_hooks"},
     "distributed.sharded": TRAINING,
     "distributed.trainer": TRAINING | {"distributed.sharded"},
     "distributed.checkpoint": TRAINING | {"distributed.sharded", "distributed.mesh"},

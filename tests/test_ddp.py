@@ -6,6 +6,7 @@ trained beside one process that sees all samples.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 import minigrad as mg
-from distributed import DistributedDataParallel, LocalWorld, broadcast_params
+from distributed import DistributedDataParallel, LocalWorld, SoloCommunicator, broadcast_params
+from distributed.comm_hooks import compressed
 from minigrad.flat import zero_grad
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.nn import Module
@@ -22,6 +24,9 @@ from minigrad.optim import SGD, AdamW, Optimizer, Rule
 
 NUM_STEPS = 4
 BUCKET_BYTES = 600  # several parameters in a bucket, and several buckets
+
+# Many tests here leave parameters out on purpose; that this is reported has tests of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on")
 
 
 class Weights(Module):
@@ -251,7 +256,9 @@ def log_launches(ddp: DistributedDataParallel, log: list[str]) -> None:
     """Write into `log` which parameters each launch carries."""
     allreduce = ddp.comm.allreduce
 
-    def logged(array: Any) -> Any:
+    def logged(array: Any, **kwargs: Any) -> Any:
+        if kwargs:  # which parameters were reached: no gradients
+            return allreduce(array, **kwargs)
         names = [p.name for p in ddp.params if p.grad is not None and np.may_share_memory(p.grad, array)]
         log.append(f"launch {' '.join(names) or 'no gradient'}")
         return allreduce(array)
@@ -548,6 +555,75 @@ def test_an_assigned_gradient_is_reduced_with_what_the_backward_adds(ranks):
         model.w.grad = np.array([10.0 * comm.rank, 0.0])
         reduced_backward(ddp, model.w.sum())
         np.testing.assert_allclose(model.w.grad, [1 + 10 * (comm.size - 1) / 2, 1], rtol=1e-12)
+
+    ranks.run(program)
+
+
+def test_parameters_that_no_rank_reaches_are_reported(ranks, recwarn):
+    def program(comm):
+        model = Weights(a=1.0, b=1.0, c=1.0, frozen=1.0)
+        model.frozen.requires_grad = False
+        ddp = DistributedDataParallel(model, comm)
+        reduced_backward(ddp, model.a * (model.b if comm.rank == 0 else 1.0))
+        assert ddp.buckets.unused == ["c"]
+        assert model.b.grad == pytest.approx(1 / comm.size)
+        zero_grad(ddp.params)
+        mg.backward(model.c * 1.0)  # reached before: its gradient is there
+        reduced_backward(ddp, model.a * model.b)
+        assert ddp.buckets.unused == []
+
+    ranks.run(program)
+
+
+def test_the_report_is_a_warning_once_for_the_same_parameters():
+    comm = SoloCommunicator()
+    model = Weights(a=1.0, b=1.0, c=1.0)
+    ddp = DistributedDataParallel(model, comm)
+    for used, message in [
+        (["a"], "no rank's loss depends on b, c: their gradients are zeros"),
+        (["a"], None),
+        (["a", "b"], "no rank's loss depends on c: their gradients are zeros"),
+        (["a", "b", "c"], None),
+    ]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reduced_backward(ddp, mg.sum(mg.concatenate(*(getattr(model, name).reshape(1) for name in used))))
+        assert [str(w.message) for w in caught] == ([] if message is None else [message])
+        zero_grad(ddp.params)
+
+
+# Comm hooks
+
+
+def test_a_comm_hook_decides_how_buckets_travel(ranks):
+    def program(comm):
+        sizes = []
+
+        def hook(grad, comm):
+            sizes.append(grad.size)
+            return comm.allreduce(grad)
+
+        model = Weights(a=np.ones(3), b=np.ones(4))
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=8, comm_hook=hook)
+        reduced_backward(ddp, (model.a.sum() + model.b.sum()) * (comm.rank + 1.0))
+        assert sizes == [4, 3]
+        np.testing.assert_allclose(model.a.grad, [(comm.size + 1) / 2] * 3, rtol=1e-12)
+
+    ranks.run(program)
+
+
+def test_half_precision_rounds_gradients_and_nothing_else(ranks):
+    def program(comm):
+        values = np.random.default_rng(comm.rank).standard_normal(1000)
+        model = Weights(w=np.zeros(1000))
+        ddp = DistributedDataParallel(model, comm, comm_hook=compressed(np.float16))
+        reduced_backward(ddp, (model.w * values).sum())
+        everyone = np.stack([np.random.default_rng(rank).standard_normal(1000) for rank in range(comm.size)])
+        np.testing.assert_allclose(model.w.grad, everyone.mean(0), atol=4e-3)
+        np.testing.assert_array_equal(model.w.grad, model.w.grad.astype(np.float16))  # it did travel as float16
+        assert model.w.grad.dtype == np.float64
+        copies = comm.allgather(model.w.grad.copy()).wait()
+        np.testing.assert_array_equal(copies, np.broadcast_to(model.w.grad, copies.shape))
 
     ranks.run(program)
 

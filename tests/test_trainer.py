@@ -1,12 +1,18 @@
 """Trainers: both reduce to the same bits, at different times, and end where one process would."""
 
+import math
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from test_ddp import BUCKET_BYTES, RECIPES, log_launches, logged_product, loss_of, samples_by_rank
 
 import minigrad as mg
-from distributed.trainer import BucketedTrainer, DistributedTrainer, TrainingConfig
+from distributed import SoloCommunicator
+from distributed.trainer import BucketedTrainer, DistributedTrainer, SimpleTrainer, TrainingConfig
 from minigrad.lr_schedule import warmup_cosine
+from minigrad.models import MLP
 from minigrad.nn import Module
 from minigrad.optim import AdamW, Optimizer, clip_by_global_norm
 
@@ -61,7 +67,7 @@ def test_equals_one_process(ranks, kind):
         np.testing.assert_allclose(found, expected_metrics, rtol=1e-10)
         for name, value in params.items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
-        return metrics
+        return found  # without the times
 
     results = ranks.run(program)
     assert all(metrics == results[0] for metrics in results)
@@ -70,7 +76,8 @@ def test_equals_one_process(ranks, kind):
 def test_both_trainers_give_the_same_bits(ranks):
     def program(comm, kind):
         metrics, params = train(comm, kind, RECIPES["gpt-adamw"])
-        return metrics, {name: value.tobytes() for name, value in params.items()}
+        numbers = [(m.step, m.loss, m.grad_norm, m.learning_rate) for m in metrics]  # without the times
+        return numbers, {name: value.tobytes() for name, value in params.items()}
 
     after, inside = (ranks.run(program, kind) for kind in TRAINERS)
     assert after == inside
@@ -118,3 +125,100 @@ def test_without_a_norm_nothing_is_clipped(ranks):
         assert model.w0.grad is None
 
     ranks.run(program)
+
+
+def test_accumulated_losses_count_as_one_batch(ranks):
+    recipe = RECIPES["mlp-adamw"]
+
+    def program(comm):
+        def train(parts):
+            model = recipe.build(0)
+            model.eval()  # its dropout would be drawn for other samples
+            config = replace(CONFIG, grad_accum_steps=parts)
+            trainer = BucketedTrainer(model, comm, config, bucket_bytes=BUCKET_BYTES)
+            for step in range(NUM_STEPS):
+                x, y = recipe.batch(step, 4 * comm.size)
+                own = slice(4 * comm.rank, 4 * comm.rank + 4)
+                results = []
+                for x_part, y_part in zip(np.split(x[own], parts), np.split(y[own], parts), strict=True):
+                    loss = loss_of(model, x_part, y_part, step)
+                    results.append(trainer.backward_and_step(loss, num_samples=len(x_part)))
+                assert results[:-1] == [None] * (parts - 1)
+                assert trainer.global_step == step + 1
+            return results[-1], model.state_dict()
+
+        (whole, expected), (parts, found) = train(1), train(4)
+        assert parts.loss == pytest.approx(whole.loss, rel=1e-10)
+        assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-8)
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-8, atol=1e-12)
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(ranks, kind):
+    def program(comm):
+        model = MLP([2, 3, 1], dtype=np.float64)
+        trainer = kind(model, comm, TrainingConfig())
+        before = model.state_dict()
+        x = np.full((2, 2), np.nan if comm.rank == comm.size - 1 else 1.0)  # one rank alone has a bad sample
+        metrics = trainer.backward_and_step(mg.mean(model(x)))
+        assert np.isnan(metrics.grad_norm)
+        assert (trainer.global_step, trainer.optimizer.num_steps) == (1, 0)
+        for name, values in model.state_dict().items():
+            np.testing.assert_array_equal(values, before[name])
+        metrics = trainer.backward_and_step(mg.mean(model(np.ones((2, 2)))))
+        assert np.isfinite(metrics.grad_norm)
+        assert (metrics.step, trainer.optimizer.num_steps) == (1, 1)
+
+    ranks.run(program)
+
+
+def test_tokens_and_exposed_time_are_counted(ranks):
+    def program(comm):
+        model = MLP([2, 3, 1])
+        trainer = BucketedTrainer(model, comm, TrainingConfig())
+        time.sleep(0.1)
+        metrics = trainer.backward_and_step(mg.mean(model(np.ones((2, 2), np.float32))), num_tokens=5)
+        assert 0 < metrics.tokens_per_second < 5 * comm.size / 0.1
+        assert 0 <= metrics.exposed_comm_seconds < 30
+        assert trainer.communicator.size == comm.size
+
+    ranks.run(program)
+
+
+def test_broadcast_params_repeats_rank_0(ranks):
+    def program(comm):
+        model = MLP([2, 3, 1])
+        trainer = DistributedTrainer(model, comm, TrainingConfig())
+        for p in model.parameters():
+            p.data = np.full(p.shape, float(comm.rank))
+        trainer.broadcast_params()
+        assert all((p.data == 0).all() for p in model.parameters())
+
+    ranks.run(program)
+
+
+def test_one_process_needs_no_communicator():
+    models = [MLP([2, 3, 1], dtype=np.float64) for _ in range(2)]
+    trainers = [SimpleTrainer(models[0], CONFIG), BucketedTrainer(models[1], SoloCommunicator(), CONFIG)]
+    for _ in range(3):
+        losses = [mg.mean(model(np.ones((2, 2)))) for model in models]
+        one, two = (trainer.backward_and_step(loss) for trainer, loss in zip(trainers, losses, strict=True))
+        assert (one.loss, one.grad_norm) == (two.loss, two.grad_norm)
+    for name, values in models[0].state_dict().items():
+        np.testing.assert_array_equal(models[1].state_dict()[name], values)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"grad_accum_steps": 0}, "grad_accum_steps must be at least 1, got 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, got 0.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be positive, got nan"),
+    ],
+)
+def test_wrong_configurations_are_refused(wrong, rule):
+    with pytest.raises(ValueError, match=rule):
+        TrainingConfig(**wrong)
