@@ -69,6 +69,7 @@ def open_step(
     """
     inputs: list[Array] | None = None
     targets: list[Array] | None = None
+    table = np.zeros((num_microbatches, SPEC_COLUMNS), np.int64)  # of x
 
     def prepare() -> Array:
         nonlocal inputs, targets
@@ -83,6 +84,7 @@ def open_step(
         if x is not None:
             inputs = microbatch.as_microbatches(x, num_microbatches, "x")
             microbatch.check_used_once(inputs)
+            table[:] = [Spec.of(part).encode() for part in inputs]
             for part in inputs:
                 if input_grads and not Spec.of(part).is_float:
                     raise ValueError(f"input_grads needs a floating point x, got {part.dtype}")
@@ -95,10 +97,6 @@ def open_step(
     _compare(rows[:, :_NUM_COLUMNS], first_rank)
     _compare_tied(tied, rows[:, _NUM_COLUMNS:])
     if rows[first_rank, _IS_LIST]:
-        table = np.zeros((num_microbatches, SPEC_COLUMNS), np.int64)
-        if comm.rank == first_rank:
-            assert inputs is not None
-            table[:] = [Spec.of(part).encode() for part in inputs]
         specs = [Spec.decode(row) for row in comm.broadcast(table, root=first_rank).wait()]
     else:
         first = Spec.decode(rows[first_rank, _SPEC:_NUM_COLUMNS])

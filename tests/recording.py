@@ -24,10 +24,16 @@ class Event:
 
 
 class Log(list[Event]):
-    """The events of one rank in order, over all communicators that share it."""
+    """The events of one rank in order, over all communicators that share it.
+
+    Attributes:
+        requests: what is outstanding.
+        num_progress: how often something was asked to let messages move.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_progress = 0
         self.requests: dict[Work, tuple[str, int]] = {}
 
     def note(self, call: str, tag: int | None = None, nbytes: int = 0) -> None:
@@ -92,6 +98,7 @@ class RecordingCommunicator(Communicator):
         self._inner.barrier()
 
     def progress(self) -> None:
+        self._log.num_progress += 1
         self._inner.progress()
 
     def abort(self, message: str) -> NoReturn:

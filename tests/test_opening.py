@@ -91,6 +91,7 @@ ONE_RANK = {  # what (x, y) are on the ends, what else changes -> the message, w
     "twice": ({"x": [X, Y, X]}, {}, "rank 0.*x: each micro-batch can be used only once, but 0 and 2 are the same"),
     "integers": ({"x": mixed(int)}, {"input_grads": True}, "rank 0.*input_grads needs a floating point x, got int64"),
     "axes": ({"x": np.zeros((7, *[1] * 8))}, {}, "rank 0.*at most 8 axes"),
+    "axes of one": ({"x": [X, Y, np.zeros((7, *[1] * 8))]}, {}, "rank 0.*at most 8 axes"),
     "dtype": ({"x": np.zeros(7, "U1000000")}, {}, "rank 0.*a plain dtype, with a name of at most 8 letters"),
     "ragged": ({"x": [[[1, 2], [3]]] * 3}, {}, "rank 0.*inhomogeneous"),
     "samples": ({"y": Y[:6]}, {}, "same samples in every micro-batch, got 7 and 6 in all"),

@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from toy_layers import apply, dense, gradients_in_one_process, mean, scale
+from toy_pipeline import apply, dense, gradients_in_one_process, mean, scale
 
 import minigrad as mg
 from distributed import SoloCommunicator
@@ -275,17 +275,6 @@ def test_a_frozen_tied_parameter_is_left_alone(ranks):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_tied_copies_start_with_the_values_of_the_first_rank(ranks):
-    def program(comm):
-        stages = PipelineStage.of(
-            [scale(str(i), float(i), shared="w") for i in range(comm.size)], comm, ONE, dtype=np.float32
-        )
-        assert [p.data for p in stages.tied] == [0.0]
-
-    ranks.run(program)
-
-
-@pytest.mark.ranks(2, 3, 4)
 def test_copies_of_different_shape_are_refused_on_every_rank(ranks):
     def program(comm):
         last = comm.size - 1
@@ -297,21 +286,6 @@ def test_copies_of_different_shape_are_refused_on_every_rank(ranks):
         with pytest.raises(ValueError, match=message):
             PipelineStage.of(layers, comm, ONE)
         comm.barrier()
-
-    ranks.run(program)
-
-
-@pytest.mark.ranks(2)
-def test_parameters_without_a_name_are_never_tied(ranks):
-    def program(comm):
-        def factory(param):
-            layer = mg.nn.Module()
-            layer.weight = mg.Parameter(np.ones(2 + comm.rank))
-            return layer
-
-        stages = PipelineStage.of([("a", factory), ("b", factory)], comm, ONE)
-        assert stages.tied == []
-        assert len(stages.parameters()) == 1
 
     ranks.run(program)
 
@@ -350,7 +324,7 @@ def test_train_and_eval_reach_every_layer(ranks):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(("max_norm", "factor"), [(1.0, 1 / 5), (10.0, 1.0)])
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, max_norm, factor):
-    """Rank 0 has 3, the last 4, and those between nothing."""
+    """Rank 0 has 3, the last 4, and those between nothing; by stages it would be 1 and 1. torchtitan#596"""
 
     def program(comm):
         (first, last), middle = (
