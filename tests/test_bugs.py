@@ -5,6 +5,7 @@ Those without a number were found here, by review or by a test.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_pipeline import X, Y, apply, check_against_one_process, connect, dense, grads_of, mean, scale
 
 import minigrad as mg
 from distributed import DistributedDataParallel, GradientBucketManager
 from minigrad.backend import Array
+from pipeline import SCHEDULES, PipelineStage
+from pipeline.microbatch import split
 
 
 def leaf(values: Any, dtype: Any = np.float64) -> mg.Tensor:
@@ -159,6 +163,19 @@ def test_a_numpy_array_on_the_left_is_no_detour() -> None:
         lambda x: (x * x).sum(),
         lambda x: x.mean(),
         lambda x: x.mean(axis=0),
+        lambda x: x.max(),
+        lambda x: x.min(axis=0),
+        lambda x: x.var(),
+        lambda x: x.std(ddof=1),
+        lambda x: x.prod(),
+        lambda x: x.cumsum(axis=0),
+        lambda x: mg.norm(x),
+        lambda x: mg.logsumexp(x),
+        lambda x: x**2,
+        lambda x: np.int64(2) ** x,
+        lambda x: x * np.arange(4),
+        lambda x: np.arange(1, 5) @ x,
+        lambda x: mg.where(np.arange(4) > 1, x, np.arange(4)),
         lambda x: x / len(x),
         lambda x: x / np.int64(4),
         lambda x: np.float64(0.5) * x,
@@ -166,6 +183,9 @@ def test_a_numpy_array_on_the_left_is_no_detour() -> None:
         lambda x: sum([x, x, x]),  # Python's, which starts at 0
         lambda x: mg.cross_entropy(x.reshape(1, 4), np.array([2])),
         lambda x: mg.mse(x, 2 * x.data),
+        lambda x: mg.mse(x, np.array([0, 1, 2, 3])),  # integers beside float32 make float64
+        lambda x: mg.softmax(x),
+        lambda x: mg.rms_norm(x, np.ones(4, x.dtype)),
         lambda x: mg.gelu(x),
     ],
 )
@@ -210,6 +230,201 @@ def test_a_matrix_beside_a_batch_gets_a_matrix() -> None:
     da, db = grads((a @ b).sum(), a, b)
     np.testing.assert_array_equal(db, [[16, 16], [20, 20]])
     np.testing.assert_array_equal(da, np.broadcast_to([19.0, 23.0], (2, 2, 2)))
+
+
+def test_a_trace_has_a_gradient() -> None:
+    # The gradient of "ii->" wants "->ii", which NumPy forbids: forward worked, backward raised. autograd#510, #115
+    w, x = leaf(np.arange(16).reshape(4, 4)), leaf(np.arange(8).reshape(4, 2))
+    dw, dx = grads(mg.einsum(x, w, subscripts="nd,nn->d").sum(), w, x)
+    np.testing.assert_array_equal(dw, np.diag([1, 5, 9, 13]))
+    np.testing.assert_array_equal(dx, [[0, 0], [5, 5], [10, 10], [15, 15]])
+    (dw,) = grads(5 * mg.einsum(w := leaf(np.ones((3, 3))), subscripts="ii->"), w)
+    np.testing.assert_array_equal(dw, 5 * np.eye(3))
+    (dw,) = grads(5 * mg.einsum(w := leaf(np.ones((2, 3))), subscripts="ij->"), w)
+    np.testing.assert_array_equal(dw, np.full((2, 3), 5))
+    x = leaf(np.arange(8).reshape(2, 2, 2))
+    y = mg.einsum(x, subscripts="iij->ij")
+    np.testing.assert_array_equal(y.data, [[0, 1], [6, 7]])
+    mg.backward_with_grad(y, np.array([[1.0, 2.0], [3.0, 4.0]]))
+    np.testing.assert_array_equal(x.grad, [[[1, 2], [0, 0]], [[0, 0], [3, 4]]])
+
+
+def test_a_product_over_nothing_has_empty_gradients() -> None:
+    # reshape(-1, n) cannot tell how many rows an empty matrix with n = 0 has.
+    a, b = leaf(np.ones((2, 3, 0))), leaf(np.ones((0, 4)))
+    da, db = grads((a @ b).sum(), a, b)
+    assert da is not None
+    assert db is not None
+    assert (da.shape, db.shape) == ((2, 3, 0), (0, 4))
+    x, w, bias = leaf(np.ones((2, 3))), leaf(np.ones((3, 0))), leaf(np.ones(0))
+    dx, *_ = grads(mg.linear(x, w, bias).sum(), x, w, bias)
+    np.testing.assert_array_equal(dx, np.zeros((2, 3)))
+
+
+# -- selecting, and singular points -------------------------------------------------------
+
+
+def test_where_selects_and_never_multiplies() -> None:
+    # A mask times the gradient: 0 times inf is nan, and it came from the branch that was not taken. jax#347, jax#1052
+    a, b = leaf([1, 2]), leaf([3, 4])
+    mg.backward_with_grad(mg.where(np.array([True, False]), a, b), np.array([np.inf, 5]))
+    np.testing.assert_array_equal(a.grad, [np.inf, 0])
+    np.testing.assert_array_equal(b.grad, [0, 5])
+    x = leaf([4, 0, 9])
+    (dx,) = grads(mg.where(x > 1, mg.sqrt(mg.where(x > 1, x, 1)), 1).sum(), x)
+    np.testing.assert_allclose(dx, [1 / 4, 0, 1 / 6], rtol=1e-15)
+    x = leaf([4, 0, 9])
+    with np.errstate(invalid="ignore"):  # 0 / 0: as documented, the argument must be chosen, not the result
+        (dx,) = grads(mg.where(x > 1, mg.sqrt(x), 1).sum(), x)
+    np.testing.assert_allclose(dx, [1 / 4, np.nan, 1 / 6], rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: mg.where(np.array([True, False]), x, 0),
+        lambda x: mg.where(np.array([False, True]), 0, x),
+        lambda x: mg.maximum(x, [0, 9]),
+        lambda x: mg.minimum(x, [9, 0]),
+        lambda x: mg.clip(x, low=-9, high=1),
+    ],
+)
+def test_what_is_not_chosen_gets_zero_of_an_infinite_gradient(op: Callable[[mg.Tensor], mg.Tensor]) -> None:
+    # The same in the other ops that choose. jax#347
+    x = leaf([1, 2])
+    mg.backward_with_grad(op(x), np.full(2, np.inf))
+    np.testing.assert_array_equal(x.grad, [np.inf, 0])
+
+
+@pytest.mark.parametrize("op", [mg.max, mg.min])
+def test_the_gradient_of_an_extreme_is_shared_by_equals(op: Callable[[mg.Tensor], mg.Tensor]) -> None:
+    x = leaf([[3, 3, 3], [np.nan, 2, 2]])
+    mg.backward_with_grad(op(x, axis=1), np.array([np.inf, 6]))
+    np.testing.assert_array_equal(x.grad, [[np.inf] * 3, [6, 0, 0]])
+    x = leaf([1, 2, 2, 1])
+    np.testing.assert_array_equal(grads(op(x), x)[0], [[0, 0.5, 0.5, 0], [0.5, 0, 0, 0.5]][op is mg.min])
+
+
+@pytest.mark.parametrize("op", [mg.maximum, mg.minimum])
+def test_the_gradient_of_a_tie_is_halved(op: Callable[..., mg.Tensor]) -> None:
+    a, b = leaf([1, np.nan]), leaf([1, 0])
+    da, db = grads(op(a, b).sum(), a, b)
+    np.testing.assert_array_equal([da, db], np.full((2, 2), 0.5))
+
+
+def test_a_power_is_differentiable_at_zero_and_below() -> None:
+    # 0^b log 0 is 0 times -inf, and a constant exponent of 0 gave 0 times inf. pytorch#27134
+    a, b = leaf([0, 2]), leaf([1, 1])
+    da, db = grads((a**b).sum(), a, b)
+    np.testing.assert_array_equal(da, [1, 1])
+    np.testing.assert_allclose(db, [0, 2 * np.log(2)], rtol=1e-15)
+    for exponent in (0, 0.0, np.zeros(2)):
+        a = leaf([0, 3])
+        np.testing.assert_array_equal(grads((a**exponent).sum(), a)[0], [0, 0])
+    for exponent, expected in [(2, -4), (3, 12), (np.array(2.0), -4), (np.array(3), 12)]:
+        a = leaf(-2)  # no warning about the logarithm of -2: nobody asked for d/db
+        assert grads(a**exponent, a)[0] == expected
+
+
+@pytest.mark.parametrize("s", SCALARS, ids=["float64", "float32", "int64", "0-d array"])
+def test_a_numpy_number_to_the_power_of_a_tensor(s: Any) -> None:
+    # pytorch#9468, for the one operator that is not its own mirror image
+    t = leaf(T, np.float32)
+    y = s**t
+    assert type(y) is mg.Tensor
+    assert y.dtype == np.float32
+    np.testing.assert_array_equal(y.data, 2**t.data)
+    (dt,) = grads(y.sum(), t)
+    np.testing.assert_allclose(dt, 2**t.data * np.log(np.float32(2)), rtol=1e-6)
+
+
+def test_a_norm_at_zero_and_a_std_of_constants_have_gradients() -> None:
+    # x / |x| is 0 / 0 at 0: one constant input, and every parameter was nan a step later. pytorch#2421, pytorch#4320
+    for x in (leaf([0, 0, 0]), leaf([5, 5, 5])):
+        np.testing.assert_array_equal(grads(mg.std(x), x)[0], [0, 0, 0])
+    x = leaf([[0, 0], [3, 4]])
+    np.testing.assert_allclose(grads(mg.norm(x, axis=1).sum(), x)[0], [[0, 0], [0.6, 0.8]], rtol=1e-15)
+    x = leaf([1, 2, 3])
+    np.testing.assert_allclose(grads(x.std(ddof=1), x)[0], [-0.5, 0, 0.5], rtol=1e-15)
+    x = leaf([1, 2, 3])
+    np.testing.assert_allclose(grads(x.std(), x)[0], [-0.4082482904638631, 0, 0.4082482904638631], rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([2, 0, 3, 4], [0, 24, 0, 0]), ([2, 0, 0, 4], [0, 0, 0, 0]), ([2, 1, 3], [3, 6, 2])]
+)
+def test_the_gradient_of_a_product_does_not_divide(values: Any, expected: Any) -> None:
+    # prod / x is 0 / 0 at a zero. pytorch#773, burn#5533
+    x = leaf(values)
+    np.testing.assert_array_equal(grads(x.prod(), x)[0], expected)
+
+
+def test_corners_have_the_derivative_that_the_documents_say() -> None:
+    for op, values, expected in [
+        (mg.abs, [-1, 0, 1], [-1, 0, 1]),
+        (mg.relu, [-np.inf, -1, 0, 1], [0, 0, 0, 1]),
+        (mg.leaky_relu, [-np.inf, 0, 1], [0.01, 0.01, 1]),
+        (lambda x: mg.clip(x, low=0, high=1), [-1, 0, 0.5, 1, 2], [0, 1, 1, 1, 0]),
+    ]:
+        x = leaf(values)
+        np.testing.assert_array_equal(grads(op(x).sum(), x)[0], expected)
+    np.testing.assert_array_equal(mg.relu(np.array([-np.inf, 1])).data, [0, 1])  # a mask times -inf is nan
+
+
+def test_a_sum_of_exponentials_may_be_of_nothing() -> None:
+    # A row that a mask has emptied: -inf less its maximum -inf is nan.
+    x = leaf([[-np.inf, -np.inf], [-np.inf, 1000]])
+    y = mg.logsumexp(x, axis=1)
+    np.testing.assert_array_equal(y.data, [-np.inf, 1000])
+    np.testing.assert_array_equal(grads(y.sum(), x)[0], [[0, 0], [0, 1]])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_functions_with_exponentials_do_not_overflow(dtype: Any) -> None:
+    # exp(-x) or x^3 on the way is inf, and inf times 0 nan: in float16 from |x| = 256 on. Warnings are errors here.
+    far = np.array([-60_000, -300, -20, 20, 300, 60_000], dtype)
+    positive = np.maximum(far, 0)
+    for op, expected, tolerance in [
+        (mg.sigmoid, far > 0, 1e-8),
+        (mg.softplus, positive, 1e-8),
+        (mg.silu, positive, 1e-7),
+        (mg.gelu, positive, 1e-8),
+        (lambda x: mg.gelu(x, exact=True), positive, 1e-8),
+    ]:
+        x = leaf(far, dtype)
+        y = op(x)
+        np.testing.assert_allclose(y.data, expected, rtol=1e-3, atol=tolerance)
+        (dx,) = grads(y.sum() if dtype != np.float16 else (y * np.zeros(6, dtype)).sum(), x)
+        assert np.isfinite(dx).all()
+
+
+def test_the_exact_gelu_is_exact() -> None:
+    # Against the C library's erf, one number at a time; float32 within the error of the formula that it uses.
+    x = np.concatenate([np.linspace(-9, 9, 4001), [-30, -1e-300, 0, 1e-9]])
+    expected = np.array([0.5 * v * math.erfc(-v * math.sqrt(0.5)) for v in x])
+    slopes = np.array(
+        [0.5 * math.erfc(-v / math.sqrt(2)) + v * math.exp(-v * v / 2) / math.sqrt(2 * math.pi) for v in x]
+    )
+    for dtype, tolerance in [(np.float64, 2e-15), (np.float32, 1e-6)]:
+        t = leaf(x, dtype)
+        y = mg.gelu(t, exact=True)
+        np.testing.assert_allclose(y.data, expected, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(grads(y.sum(), t)[0], slopes, rtol=0, atol=tolerance)
+
+
+def test_a_sum_with_an_empty_operand_is_zero() -> None:
+    # Broadcasting (4, 1) against (4, 0): the gradient is a sum of nothing, in the operand's shape. pytorch#15223
+    a, b = leaf(np.ones((4, 0))), leaf(np.ones((4, 1)))
+    da, db = grads((a + b).sum(), a, b)
+    assert da is not None
+    assert da.shape == (4, 0)
+    np.testing.assert_array_equal(db, np.zeros((4, 1)))
+
+
+def test_masks_can_be_counted() -> None:
+    # A sum in its input's own dtype: of booleans it was "any", of int8 it wrapped.
+    assert mg.sum(np.ones(300, bool)).item() == 300
+    assert mg.sum(np.ones(300, np.int8)).item() == 300
 
 
 # -- depth, sharing, memory ---------------------------------------------------------------
@@ -334,6 +549,16 @@ def test_the_tape_lists_data_that_lies_in_bytes() -> None:
     assert mg.Tape.of(leaf([1.0, 2.0]) * x).kept_bytes == 16
 
 
+def test_a_query_that_sees_no_key_does_not_poison_the_weights() -> None:
+    # Its softmax was 0 / 0. Leaving its output out of the loss did not help: 0 times NaN reached the projection that
+    # all queries share. pytorch#41508
+    x, mask = np.random.default_rng(0).standard_normal((3, 2)), np.array([True, True, False])[:, None]
+    w, expected = leaf(np.eye(2)), leaf(np.eye(2))
+    mg.backward(mg.scaled_dot_product_attention(x @ w, x @ w, x @ w, mask=mask)[:2].sum())
+    mg.backward(mg.scaled_dot_product_attention(x[:2] @ expected, x @ expected, x @ expected).sum())
+    np.testing.assert_allclose(w.grad, expected.grad, rtol=1e-12)
+
+
 # -- data parallel ------------------------------------------------------------------------
 
 
@@ -414,5 +639,79 @@ def test_gradients_that_are_overwritten_need_no_zero_grad(ranks: Any) -> None:
             manager.mark_ready("w")
             manager.wait()
             assert manager.grad("w") == pytest.approx((comm.size - 1) / 2 + step)
+
+    ranks.run(program)
+
+
+# -- pipelines ----------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.point_to_point
+def test_a_scalar_between_stages_stays_one(ranks: Any) -> None:
+    # np.ascontiguousarray, called before each send, gives a 0-d array an axis: the stage's own output and the gradient
+    # that came back for it differed in shape.
+    layers = [scale("v", 3.0), apply("energy", lambda x: (x * x).sum()), scale("w")]
+    check_against_one_process(ranks, layers, split(X, 3), split(Y, 3), loss_fn=mean, num_steps=2)
+
+
+@pytest.mark.point_to_point
+def test_one_cotangent_may_serve_every_micro_batch(ranks: Any) -> None:
+    # The check that no micro-batch is used twice went by the identity of the array, for cotangents and targets too,
+    # where one array for all is natural.
+    def program(comm: Any) -> Any:
+        pipe = connect(comm, [scale(str(i), 1.0) for i in range(comm.size)], num_microbatches=2, loss_fn=None)
+        pipe.forward(np.array([[1.0], [2.0]]))
+        pipe.backward([np.ones((1, 1))] * 2)
+        return [float(grad) for grad in grads_of(pipe).values()]
+
+    assert ranks.run(program) == [[3.0]] * ranks.size
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_tied_parameter_frozen_on_one_rank_only_is_refused(ranks: Any) -> None:
+    # The ranks that still trained the table summed its gradient with a rank that did not come: a hang at the end of the
+    # step, after the first layers were frozen by their own rank.
+    def program(comm: Any) -> None:
+        middle = [dense(f"fc{i}", 4, 4) for i in range(comm.size)]
+        pipe = connect(comm, [("embed", scale("w")[1]), *middle, ("head", scale("w")[1])], loss_fn=mean)
+        if comm.rank == 0:
+            for p in pipe.stages.parameters():
+                p.requires_grad = False
+        message = f"'w' is frozen on rank 0 and not on rank {comm.size - 1}"
+        with pytest.raises(ValueError, match=message):
+            pipe.step(X, Y)
+        for p in pipe.stages.tied:
+            p.requires_grad = False
+        pipe.step(X, Y)
+        assert all(p.grad is None for p in pipe.stages.tied)
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_tied_copies_start_with_the_values_of_the_first_rank(ranks: Any) -> None:
+    # One process gives a tied parameter the initial values of whoever asks first; each rank gave its copy its own.
+    def program(comm: Any) -> None:
+        stages = PipelineStage.of(
+            [scale(str(i), float(i), shared="w") for i in range(comm.size)], comm, SCHEDULES["1f1b"], dtype=np.float32
+        )
+        assert [p.data for p in stages.tied] == [0.0]
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_without_a_name_are_never_tied(ranks: Any) -> None:
+    # Ties are found by name, and the empty name was one: any two parameters without a name were summed.
+    def program(comm: Any) -> None:
+        def factory(param: Any) -> Any:
+            layer = mg.nn.Module()
+            layer.weight = mg.Parameter(np.ones(2 + comm.rank))
+            return layer
+
+        stages = PipelineStage.of([("a", factory), ("b", factory)], comm, SCHEDULES["1f1b"])
+        assert stages.tied == []
+        assert len(stages.parameters()) == 1
 
     ranks.run(program)

@@ -52,6 +52,32 @@ def test_layer_norm() -> None:
     np.testing.assert_allclose(layer(mg.Tensor(x)).data, h * layer.gain.data + layer.bias.data, rtol=1e-12)
 
 
+def test_rms_norm() -> None:
+    layer = nn.RMSNorm(param(), 5)
+    assert (layer.gain.data == 1).all()
+    randomize(layer)
+    x = sample(2, 3, 5)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * layer.gain.data
+    np.testing.assert_allclose(layer(mg.Tensor(x)).data, expected, rtol=1e-12)
+
+
+def test_conv2d() -> None:
+    layer = nn.Conv2d(param(), 2, 3, (2, 3), stride=2, padding=(0, 1))
+    randomize(layer)
+    x = sample(2, 2, 4, 5)
+    padded = np.pad(x, ((0, 0), (0, 0), (0, 0), (1, 1)))
+    y = layer(mg.Tensor(x)).data
+    assert y.shape == (2, 3, 2, 3)
+    for i, j in np.ndindex(2, 3):
+        window = padded[:, None, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 3]
+        expected = (window * layer.weight.data).sum((2, 3, 4)) + layer.bias.data
+        np.testing.assert_allclose(y[:, :, i, j], expected, rtol=1e-12)
+    square = nn.Conv2d(param(), 4, 50, 3)
+    assert square.weight.shape == (50, 4, 3, 3)
+    assert square.weight.data.std() == pytest.approx(1 / 6, rel=0.05)
+    assert nn.Conv2d(param().at("b"), 4, 50, 3, std=0.5).weight.data.std() == pytest.approx(0.5, rel=0.05)
+
+
 def test_embedding() -> None:
     layer = nn.Embedding(param(), 7, 3)
     ids = np.array([[1, 6], [0, 1]])
@@ -152,20 +178,96 @@ class Pair(nn.Module):
         self.layers = [nn.Linear(getter.at("a"), 2, 2), nn.Linear(getter.at("b"), 2, 2)]
         self.tied = self.layers[0].weight
         self.scale = getter("scale", (), nn.ones)
+        self.offset = nn.Buffer([1, 2], "offset")
         self.num_units = 2
 
 
+class Nested(nn.Module):
+    """Members of every kind, wherever an attribute can hold them."""
+
+    def __init__(self, getter: nn.ParamGetter) -> None:
+        self.first = getter("first", (1,), nn.zeros)
+        self.heads = {"in": nn.Linear(getter.at("in"), 1, 1), "out": (getter("out", (2,), nn.zeros),)}
+        self.second = getter("second", (1,), nn.zeros)
+        self.grid = [[nn.RMSNorm(getter.at("norm"), 3)], [nn.Buffer(np.zeros(4), "table")]]
+
+
 def test_parameters_come_in_order_of_declaration_and_tied_ones_once() -> None:
+    # Those of a module itself came before those of the modules that it declares first.
     model = Pair(param())
-    assert [p.name for p in model.parameters()] == ["a.weight", "scale", "a.bias", "b.weight", "b.bias"]
+    assert [p.name for p in model.parameters()] == ["a.weight", "a.bias", "b.weight", "b.bias", "scale"]
     assert list(model.named_parameters().values()) == model.parameters()
+    assert list(model.named_parameters()) == [p.name for p in model.parameters()]
     assert [type(m).__name__ for m in model.modules()] == ["Pair", "Linear", "Linear"]
+
+
+def test_members_are_found_in_lists_tuples_and_dicts() -> None:
+    model = Nested(param())
+    assert [p.name for p in model.parameters()] == ["first", "in.weight", "in.bias", "out", "second", "norm.gain"]
+    assert model.buffers() == [model.grid[1][0]]
+    assert [path for path, _ in model.named_modules()] == ["Nested", "Nested.heads['in']", "Nested.grid[0][0]"]
+    assert [name for name, _ in model.members()] == [
+        "first",
+        "heads['in']",
+        "heads['out'][0]",
+        "second",
+        "grid[0][0]",
+        "grid[1][0]",
+    ]
+    assert set(model.state_dict()) == {p.name for p in model.parameters()} | {"table"}
 
 
 def test_names_tell_parameters_apart() -> None:
     model = nn.Sequential([nn.Linear(param().at("a"), 2, 2), nn.Linear(param().at("a"), 2, 2)])
-    with pytest.raises(ValueError, match=r"parameter names must be unique, got 'a\.weight' twice"):
+    with pytest.raises(ValueError, match=r"names must be unique, got 'a\.weight' twice: shapes \(2, 2\) and \(2, 2\)"):
         model.named_parameters()
+    pair = Pair(param())
+    pair.offset.name = "scale"
+    assert list(pair.named_parameters())[-1] == "scale"
+    with pytest.raises(ValueError, match=r"names must be unique, got 'scale' twice: shapes \(\) and \(2,\)"):
+        pair.state_dict()
+
+
+def test_a_buffer_is_state_without_a_gradient() -> None:
+    model = Pair(param())
+    assert model.buffers() == [model.offset]
+    assert model.offset not in model.parameters()
+    assert not model.offset.requires_grad
+    y = model.tied * model.offset
+    mg.backward(y.sum())
+    assert model.offset.grad is None
+    np.testing.assert_array_equal(model.tied.grad, [[1, 2], [1, 2]])
+
+
+def test_a_buffer_is_neither_weight_nor_data() -> None:
+    model = Pair(param())
+    assert model.offset.weight_side is None
+    assert (model.tied * model.offset).weight_side is True  # a masked weight is still a weight
+    assert (mg.Tensor(sample(2, 2)) * model.offset).weight_side is False
+
+
+def test_a_buffer_owns_its_memory_and_says_when_it_changed_too_early() -> None:
+    values = np.ones(2)
+    buffer = nn.Buffer(values, "running.mean")
+    values += 1
+    np.testing.assert_array_equal(buffer.data, [1, 1])
+    w = mg.Parameter(np.ones(2), "w")
+    loss = (w * buffer).sum()
+    buffer.data = values
+    with pytest.raises(RuntimeError, match=r"'running\.mean'"):
+        mg.backward(loss)
+
+
+def test_the_summary_is_a_table() -> None:
+    model = Pair(param())
+    model.layers[1].bias.requires_grad = False
+    assert model.summary().splitlines() == [
+        "module          class    parameters  shapes",
+        "Pair            Pair              5  tied (2, 2), scale (), buffer offset (2,)",
+        "Pair.layers[0]  Linear            2  weight (2, 2) (tied), bias (2,)",
+        "Pair.layers[1]  Linear            6  weight (2, 2), bias (2,)",
+        "total                            13  2 of them frozen",
+    ]
 
 
 def test_state_is_copied_out_and_in() -> None:
@@ -182,12 +284,29 @@ def test_state_is_copied_out_and_in() -> None:
     assert other.scale.data != state["scale"]
 
 
+def test_buffers_are_saved_and_loaded() -> None:
+    model = Pair(param())
+    memory = model.offset.data
+    state = model.state_dict()
+    np.testing.assert_array_equal(state["offset"], [1, 2])
+    model.load_state_dict(state | {"offset": np.array([3, 4])})
+    np.testing.assert_array_equal(model.offset.data, [3, 4])
+    assert model.offset.data is memory
+    assert memory.dtype.kind == "i"
+    np.testing.assert_array_equal(state["offset"], [1, 2])
+
+
 @pytest.mark.parametrize(
     ("removed", "added", "message"),
     [
         ("scale", {}, r"missing \['scale'\], unexpected \[\], wrong shape \[\]"),
         ("", {"c": np.ones(1)}, r"missing \[\], unexpected \['c'\], wrong shape \[\]"),
         ("", {"b.weight": np.ones((2, 3))}, r"wrong shape \['b\.weight: expected \(2, 2\), got \(2, 3\)'\]"),
+        (
+            "scale",
+            {"c": np.ones(1), "offset": np.ones(3)},
+            r"missing \['scale'\], unexpected \['c'\], wrong shape \['offset: expected \(2,\), got \(3,\)'\]",
+        ),
     ],
 )
 def test_loading_is_all_or_nothing(removed: str, added: dict[str, Array], message: str) -> None:
@@ -196,8 +315,8 @@ def test_loading_is_all_or_nothing(removed: str, added: dict[str, Array], messag
     state = {name: array + 1 for name, array in before.items() if name != removed} | added
     with pytest.raises(ValueError, match=message):
         model.load_state_dict(state)
-    for name, p in model.named_parameters().items():
-        np.testing.assert_array_equal(p.data, before[name])
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
 
 
 def test_train_and_eval_reach_every_module() -> None:

@@ -1,4 +1,4 @@
-"""The layers of an MLP and a GPT. Each asks a getter for its parameters: see `ParamGetter`."""
+"""Layers, one around each op that has parameters. Each asks a getter for them: see `ParamGetter`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from .. import rng
 from ..backend import Array
-from ..ops import causal_attention, dropout, embedding, layer_norm, linear
+from ..ops import causal_attention, conv2d, dropout, embedding, layer_norm, linear, rms_norm
 from ..tensor import Tensor
 from .init import ParamGetter, normal, ones, zeros
 from .module import Module
@@ -37,6 +37,45 @@ class LayerNorm(Module):
 
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.gain, self.bias)
+
+
+class RMSNorm(Module):
+    """Scale the last axis to mean square 1: (..., width) -> (..., width)."""
+
+    def __init__(self, param: ParamGetter, width: int) -> None:
+        self.gain = param("gain", (width,), ones)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.gain)
+
+
+class Conv2d(Module):
+    """Slide a kernel over images: (B, num_in, H, W) -> (B, num_out, H', W'). See `ops.conv2d`.
+
+    Args:
+        size: of the kernel, one number or (height, width); stride and padding likewise.
+        std: of the initial weights; 1 / sqrt(num_in height width) by default, which keeps the variance.
+    """
+
+    def __init__(
+        self,
+        param: ParamGetter,
+        num_in: int,
+        num_out: int,
+        size: int | tuple[int, int],
+        *,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        std: float | None = None,
+    ) -> None:
+        height, width = (size, size) if isinstance(size, int) else size
+        std = 1 / math.sqrt(num_in * height * width) if std is None else std
+        self.stride, self.padding = stride, padding
+        self.weight = param("weight", (num_out, num_in, height, width), normal(std))
+        self.bias = param("bias", (num_out,), zeros)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return conv2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding)
 
 
 class Embedding(Module):

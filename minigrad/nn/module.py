@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ..backend import Array
-from ..flat import check_names
 from ..tape import current_watch
 from ..tensor import Parameter
+from .buffer import Buffer
+
+Named = TypeVar("Named", bound=Parameter | Buffer)
 
 
 class Module:
-    """Base of all layers and models. `__init__` sets parameters and modules as attributes, `__call__` uses ops.
+    """Base of all layers and models. `__init__` sets attributes, `__call__` uses ops.
+
+    What belongs to a module are the modules, parameters and buffers among its attributes, also inside lists, tuples
+    and dicts.
 
     Attributes:
         training: whether random layers are on; set by `train` and `eval`.
@@ -30,18 +37,36 @@ class Module:
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
+    # -- what is inside, always in the order of declaration -----------------------------------
+
     def modules(self) -> Iterator[Module]:
-        """Yield this module and all modules in it, in the order of their declaration."""
-        yield self
-        for value in vars(self).values():
-            for child in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(child, Module):
-                    yield from child.modules()
+        """Yield this module and all modules in it."""
+        return (module for _, module in self.named_modules())
+
+    def named_modules(self, path: str = "") -> Iterator[tuple[str, Module]]:
+        """Yield (path, module) for this module and all modules in it: `("GPT.layers[1].norm1", ...)`.
+
+        Args:
+            path: of this module; the name of its class by default.
+        """
+        path = path or type(self).__name__
+        yield path, self
+        for name, member in self.members():
+            if isinstance(member, Module):
+                yield from member.named_modules(f"{path}.{name}")
+
+    def members(self) -> Iterator[tuple[str, Module | Parameter | Buffer]]:
+        """Yield (name, member) for the members among this module's attributes, not for members of members."""
+        for name, value in vars(self).items():
+            yield from _members_in(name, value)
 
     def parameters(self) -> list[Parameter]:
-        """Return all parameters in the order of their declaration, tied ones once."""
-        found = (value for module in self.modules() for value in vars(module).values() if isinstance(value, Parameter))
-        return list(dict.fromkeys(found))
+        """Return all parameters, tied ones once."""
+        return [tensor for tensor in self._tensors() if isinstance(tensor, Parameter)]
+
+    def buffers(self) -> list[Buffer]:
+        """Return all buffers, shared ones once."""
+        return [tensor for tensor in self._tensors() if isinstance(tensor, Buffer)]
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Return all parameters by name.
@@ -49,12 +74,19 @@ class Module:
         Raises:
             ValueError: a parameter has no name, or two have the same.
         """
-        params = self.parameters()
-        check_names(params)
-        for p in params:
-            if not p.name:
-                raise ValueError(f"parameters are told apart by name, but one of shape {p.shape} has none")
-        return {p.name: p for p in params}
+        return _by_name(self.parameters())
+
+    def _tensors(self) -> list[Parameter | Buffer]:
+        return list(dict.fromkeys(self._walk()))
+
+    def _walk(self) -> Iterator[Parameter | Buffer]:
+        for _, member in self.members():
+            if isinstance(member, Module):
+                yield from member._walk()
+            else:
+                yield member
+
+    # -- what is done with it -----------------------------------------------------------------
 
     def train(self, training: bool = True) -> None:
         """Turn random layers on."""
@@ -66,28 +98,75 @@ class Module:
         self.train(False)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return a copy of all parameter values by name."""
-        return {name: p.data.copy() for name, p in self.named_parameters().items()}
-
-    def load_state_dict(self, values: Mapping[str, Array]) -> None:
-        """Copy values into the parameters, all or nothing.
+        """Return a copy of the values of all parameters and buffers by name.
 
         Raises:
-            ValueError: names are missing or unexpected, or a shape differs.
+            ValueError: one has no name, or two have the same.
         """
-        params = self.named_parameters()
+        return {name: tensor.data.copy() for name, tensor in _by_name(self._tensors()).items()}
+
+    def load_state_dict(self, values: Mapping[str, Array]) -> None:
+        """Copy values into the parameters and buffers, all or nothing.
+
+        Raises:
+            ValueError: names are missing or unexpected, or a shape differs: lists all that is wrong.
+        """
+        tensors = _by_name(self._tensors())
         wrong = [
-            f"{name}: expected {params[name].shape}, got {values[name].shape}"
-            for name in params.keys() & values.keys()
-            if params[name].shape != values[name].shape
+            f"{name}: expected {tensors[name].shape}, got {np.shape(values[name])}"
+            for name in sorted(tensors.keys() & values.keys())
+            if tensors[name].shape != np.shape(values[name])
         ]
-        missing, unexpected = sorted(params.keys() - values.keys()), sorted(values.keys() - params.keys())
+        missing, unexpected = sorted(tensors.keys() - values.keys()), sorted(values.keys() - tensors.keys())
         if wrong or missing or unexpected:
+            raise ValueError(f"load_state_dict: missing {missing}, unexpected {unexpected}, wrong shape {wrong}")
+        for name, tensor in tensors.items():
+            tensor.data = values[name]
+
+    def summary(self) -> str:
+        """Return a table for a person: path and class of each module, how many parameters it has itself, and shapes."""
+        rows = [("module", "class", "parameters", "shapes")]
+        counted: set[Parameter | Buffer] = set()
+        for path, module in self.named_modules():
+            size, shapes = 0, []
+            for name, member in module.members():
+                if isinstance(member, Module):
+                    continue
+                if isinstance(member, Parameter) and member not in counted:
+                    size += member.size
+                kind = "buffer " * isinstance(member, Buffer)
+                shapes.append(f"{kind}{name} {member.shape}{' (tied)' * (member in counted)}")
+                counted.add(member)
+            rows.append((path, type(module).__name__, f"{size:,}", ", ".join(shapes)))
+        frozen = sum(p.size for p in self.parameters() if not p.requires_grad)
+        total = sum(p.size for p in self.parameters())
+        rows.append(("total", "", f"{total:,}", f"{frozen:,} of them frozen" * (frozen > 0)))
+        wide, wider = (max(len(row[i]) for row in rows) for i in (0, 1))
+        return "\n".join(f"{row[0]:<{wide}}  {row[1]:<{wider}} {row[2]:>12}  {row[3]}".rstrip() for row in rows)
+
+
+def _members_in(name: str, value: Any) -> Iterator[tuple[str, Module | Parameter | Buffer]]:
+    if isinstance(value, (Module, Parameter, Buffer)):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _members_in(f"{name}[{i}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _members_in(f"{name}[{key!r}]", item)
+
+
+def _by_name(tensors: Iterable[Named]) -> dict[str, Named]:
+    named: dict[str, Named] = {}
+    for tensor in tensors:
+        if not tensor.name:
+            raise ValueError(f"parameters are told apart by name, but one of shape {tensor.shape} has none")
+        if tensor.name in named:
             raise ValueError(
-                f"load_state_dict: missing {missing}, unexpected {unexpected}, wrong shape {sorted(wrong)}"
+                f"names must be unique, got {tensor.label} twice: shapes {named[tensor.name].shape} and {tensor.shape}"
             )
-        for name, p in params.items():
-            p.data = values[name]
+        named[tensor.name] = tensor
+    return named
 
 
 def _watched(call: Callable[..., Any]) -> Callable[..., Any]:

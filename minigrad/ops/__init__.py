@@ -5,41 +5,131 @@ from __future__ import annotations
 from typing import Any
 
 from ..tensor import Tensor
-from .elementwise import add, astype, div, exp, gelu, log, mul, neg, relu, sub, tanh
-from .linalg import linear, matmul
-from .loss import cross_entropy, mse
-from .nn import causal_attention, dropout, embedding, layer_norm
-from .reduce import mean, sum
-from .shape import concatenate, getitem, reshape, transpose
+from .activation import leaky_relu, relu, sigmoid, silu, softplus
+from .attention import causal_attention, scaled_dot_product_attention
+from .conv import avg_pool2d, conv2d, max_pool2d
+from .einsum import einsum
+from .elementwise import (
+    abs,
+    add,
+    astype,
+    cos,
+    div,
+    exp,
+    expm1,
+    log,
+    log1p,
+    mul,
+    neg,
+    pow,
+    rsqrt,
+    sin,
+    sqrt,
+    sub,
+    tanh,
+)
+from .gelu import gelu
+from .indexing import getitem, split
+from .linalg import linear, matmul, outer
+from .loss import binary_cross_entropy_with_logits, cross_entropy, mse
+from .nn import dropout, embedding, layer_norm, log_softmax, rms_norm, softmax
+from .reduce import cumsum, logsumexp, max, mean, min, norm, prod, std, sum, var
+from .selection import clip, maximum, minimum, where
+from .shape import (
+    broadcast_to,
+    concatenate,
+    expand_dims,
+    flip,
+    moveaxis,
+    pad,
+    reshape,
+    squeeze,
+    stack,
+    swapaxes,
+    transpose,
+)
 
 __all__ = [
+    "abs",
     "add",
     "astype",
+    "avg_pool2d",
+    "binary_cross_entropy_with_logits",
+    "broadcast_to",
     "causal_attention",
+    "clip",
     "concatenate",
+    "conv2d",
+    "cos",
     "cross_entropy",
+    "cumsum",
     "div",
     "dropout",
+    "einsum",
     "embedding",
     "exp",
+    "expand_dims",
+    "expm1",
+    "flip",
     "gelu",
     "getitem",
     "layer_norm",
+    "leaky_relu",
     "linear",
     "log",
+    "log1p",
+    "log_softmax",
+    "logsumexp",
     "matmul",
+    "max",
+    "max_pool2d",
+    "maximum",
     "mean",
+    "min",
+    "minimum",
+    "moveaxis",
     "mse",
     "mul",
     "neg",
+    "norm",
+    "outer",
+    "pad",
+    "pow",
+    "prod",
     "relu",
     "reshape",
+    "rms_norm",
+    "rsqrt",
+    "scaled_dot_product_attention",
+    "sigmoid",
+    "silu",
+    "sin",
+    "softmax",
+    "softplus",
+    "sqrt",
+    "squeeze",
+    "stack",
+    "std",
     "sub",
     "sum",
+    "swapaxes",
     "tanh",
     "transpose",
+    "var",
+    "where",
 ]
 
+
+def _one_or_many(numbers: tuple[Any, ...]) -> Any:
+    """Let a method take `(2, 3)` and `((2, 3))` alike, as NumPy's do."""
+    return numbers[0] if len(numbers) == 1 and not isinstance(numbers[0], int) else numbers
+
+
+def _plain(x: Any) -> Any:
+    return x.data if isinstance(x, Tensor) else x
+
+
+# Comparisons have no gradient and give plain arrays of booleans. There is no ==: tensors are keys of dicts and sets.
 _BOUND: dict[str, Any] = {
     "__add__": add,
     "__radd__": lambda self, other: add(other, self),
@@ -49,14 +139,31 @@ _BOUND: dict[str, Any] = {
     "__rmul__": lambda self, other: mul(other, self),
     "__truediv__": div,
     "__rtruediv__": lambda self, other: div(other, self),
-    "__neg__": neg,
+    "__pow__": pow,
+    "__rpow__": lambda self, other: pow(other, self),
     "__matmul__": matmul,
     "__rmatmul__": lambda self, other: matmul(other, self),
+    "__neg__": neg,
+    "__abs__": abs,
+    "__lt__": lambda self, other: self.data < _plain(other),
+    "__le__": lambda self, other: self.data <= _plain(other),
+    "__gt__": lambda self, other: self.data > _plain(other),
+    "__ge__": lambda self, other: self.data >= _plain(other),
     "__getitem__": lambda self, index: getitem(self, index=index),
     "sum": sum,
     "mean": mean,
-    "reshape": lambda self, *shape: reshape(self, shape=shape),
-    "transpose": lambda self, *axes: transpose(self, axes=axes or None),
+    "max": max,
+    "min": min,
+    "prod": prod,
+    "var": var,
+    "std": std,
+    "cumsum": cumsum,
+    "clip": clip,
+    "split": split,
+    "squeeze": squeeze,
+    "swapaxes": lambda self, axis1, axis2: swapaxes(self, axis1=axis1, axis2=axis2),
+    "reshape": lambda self, *shape: reshape(self, shape=_one_or_many(shape)),
+    "transpose": lambda self, *axes: transpose(self, axes=_one_or_many(axes) if axes else None),
     "astype": lambda self, dtype: astype(self, dtype=dtype),
     "T": property(lambda self: transpose(self)),
 }

@@ -1,4 +1,8 @@
-"""Elementwise ops. Binary ones broadcast as NumPy does; each gradient has its own operand's shape and dtype."""
+"""Arithmetic and the functions of one number. Each gradient has its own operand's shape and dtype: see `operands.py`.
+
+Where a derivative is infinite (sqrt or log at 0) NumPy's inf and its warning come through, and inf times a zero
+cotangent is nan. To keep a value away from such a point, `where` must choose the argument, not the result.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +13,90 @@ import numpy as np
 
 from ..backend import Array, xp_of
 from ..tape import op
+from .operands import fit, half_in_float32, pair, select
 
 Vjp = Callable[[Array], Array]
-_BLOCK = 1 << 16  # elements: a chain of ufuncs stays in the cache from here on; smaller blocks cost calls
 
 
-def _fit(x: Any) -> Vjp:
-    """Return a function that sums a gradient over the axes along which `x` was broadcast, in x's dtype."""
-    shape, dtype = getattr(x, "shape", ()), getattr(x, "dtype", None)
+def _pass_on(g: Array) -> Array:
+    return g
 
-    def fit(g: Array) -> Array:
-        if g.shape != shape:
-            extra = g.ndim - len(shape)
-            stretched = tuple(extra + i for i, n in enumerate(shape) if n == 1 and g.shape[extra + i] != 1)
-            g = g.sum(axis=(*range(extra), *stretched), keepdims=True).reshape(shape)
-        return g if g.dtype == dtype else g.astype(dtype)
 
-    return fit
+def _negate(g: Array) -> Array:
+    return -g
 
 
 @op
 def add(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Add. d/da = 1, d/db = 1."""
-    return a + b, (_fit(a), _fit(b))
+    a, b = pair("add", a, b)
+    y = a + b
+    return y, (fit(a, y, _pass_on), fit(b, y, _pass_on))
 
 
 @op
 def sub(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Subtract. d/da = 1, d/db = -1."""
-    fit_b = _fit(b)
-    return a - b, (_fit(a), lambda g: fit_b(-g))
+    a, b = pair("sub", a, b)
+    y = a - b
+    return y, (fit(a, y, _pass_on), fit(b, y, _negate))
 
 
 @op
 def mul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Multiply. d/da = b, d/db = a."""
-    fit_a, fit_b = _fit(a), _fit(b)
-    return a * b, (lambda g: fit_a(g * b), lambda g: fit_b(g * a))
+    a, b = pair("mul", a, b)
+    y = a * b
+    return y, (fit(a, y, lambda g: g * b), fit(b, y, lambda g: g * a))
 
 
 @op
 def div(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
-    """Divide. d/da = 1 / b, d/db = -a / b^2."""
-    fit_a, fit_b = _fit(a), _fit(b)
-    return a / b, (lambda g: fit_a(g / b), lambda g: fit_b(-g * (a / b) / b))
+    """Divide: y = a / b. d/da = 1 / b, d/db = -y / b."""
+    a, b = pair("div", a, b)
+    y = a / b
+    return y, (fit(a, y, lambda g: g / b), fit(b, y, lambda g: -g * y / b))
+
+
+@op
+def pow(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp | None]]:
+    """Raise to a power: y = a^b. d/da = b a^(b - 1), d/db = y log(a).
+
+    d/da is 0 for an exponent 0, and d/db is 0 at a = 0, also where the formulas say 0 inf.
+    """
+    a, b = pair("pow", a, b)
+    if isinstance(b, (int, float)):
+        return _power(a, b), (lambda g: g * (b * _power(a, b - 1)) if b else xp_of(g).zeros_like(g), None)
+    xp = xp_of(b)
+    a = xp.asarray(a, b.dtype) if isinstance(a, (int, float)) else a
+    y = a**b
+    return y, (
+        fit(a, y, lambda g: g * (b * a ** select(b == 0, 1, b - 1, b.dtype))),
+        fit(b, y, lambda g: g * (y * xp.log(select(a == 0, 1, a, a.dtype)))),
+    )
+
+
+def _power(a: Array, b: float) -> Array:
+    """Return a^b; a small whole power by products, since NumPy's pow costs about a hundred of them."""
+    if b == 1:
+        return a
+    if b == 3:
+        return a * a * a
+    return a**b
 
 
 @op
 def neg(x: Array) -> tuple[Array, tuple[Vjp]]:
     """Negate. d/dx = -1."""
-    return -x, (lambda g: -g,)
+    return -x, (_negate,)
+
+
+@op
+def abs(x: Array) -> tuple[Array, tuple[Vjp]]:
+    """Take the absolute value. d/dx = sign(x), 0 at 0."""
+    xp = xp_of(x)
+    sign = xp.sign(x)
+    return xp.abs(x), (lambda g: g * sign,)
 
 
 @op
@@ -69,60 +107,56 @@ def exp(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
+def expm1(x: Array) -> tuple[Array, tuple[Vjp]]:
+    """Take exp(x) - 1, exact for small x. d/dx = y + 1."""
+    y = xp_of(x).expm1(x)
+    return y, (lambda g: g * (y + 1),)
+
+
+@op
 def log(x: Array) -> tuple[Array, tuple[Vjp]]:
     """Take the natural logarithm. d/dx = 1 / x."""
     return xp_of(x).log(x), (lambda g: g / x,)
 
 
 @op
+def log1p(x: Array) -> tuple[Array, tuple[Vjp]]:
+    """Take log(1 + x), exact for small x. d/dx = 1 / (1 + x)."""
+    return xp_of(x).log1p(x), (lambda g: g / (1 + x),)
+
+
+@op
+def sqrt(x: Array) -> tuple[Array, tuple[Vjp]]:
+    """Take the square root. d/dx = 1 / (2 y)."""
+    y = xp_of(x).sqrt(x)
+    return y, (lambda g: g / (2 * y),)
+
+
+@op
+@half_in_float32
+def rsqrt(x: Array) -> tuple[Array, tuple[Vjp]]:
+    """Take y = 1 / sqrt(x). d/dx = -y^3 / 2."""
+    y = 1 / xp_of(x).sqrt(x)
+    return y, (lambda g: g * (y * y * y / -2),)
+
+
+@op
+def sin(x: Array) -> tuple[Array, tuple[Vjp]]:
+    """Take the sine. d/dx = cos(x)."""
+    return xp_of(x).sin(x), (lambda g: g * xp_of(x).cos(x),)
+
+
+@op
+def cos(x: Array) -> tuple[Array, tuple[Vjp]]:
+    """Take the cosine. d/dx = -sin(x)."""
+    return xp_of(x).cos(x), (lambda g: -g * xp_of(x).sin(x),)
+
+
+@op
 def tanh(x: Array) -> tuple[Array, tuple[Vjp]]:
-    """Take the hyperbolic tangent. d/dx = 1 - tanh(x)^2."""
+    """Take the hyperbolic tangent. d/dx = 1 - y^2."""
     y = xp_of(x).tanh(x)
     return y, (lambda g: g * (1 - y * y),)
-
-
-@op
-def relu(x: Array) -> tuple[Array, tuple[Vjp]]:
-    """Take max(x, 0). d/dx = 1 where x > 0, else 0 (at 0 too)."""
-    positive = x > 0
-    return x * positive, (lambda g: g * positive,)
-
-
-@op
-def gelu(x: Array) -> tuple[Array, tuple[Vjp]]:
-    """Apply the GELU in its tanh form, y = x s(2u), u = sqrt(2/pi) (x + 0.044715 x^3), s the logistic function.
-
-    d/dx = s + x s (1 - s) 2u', u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2).
-    The residual is the derivative itself, so backward is one product; computed in blocks that stay in the cache.
-    Source: Hendrycks and Gimpel 2016, section 2, with tanh(u) = 2 s(2u) - 1.
-    """
-    xp = xp_of(x)
-    y, d = xp.empty_like(x, order="C"), xp.empty_like(x, order="C")
-    flat_x, flat_y, flat_d = xp.ravel(x), y.reshape(-1), d.reshape(-1)
-    a, b = 2 * float(np.sqrt(2 / np.pi)), 2 * float(np.sqrt(2 / np.pi)) * 0.044715
-    block = _BLOCK if xp is np else max(1, x.size)
-    with np.errstate(over="ignore"):  # exp(-2u) is inf for x far below 0, and s then 0, as it should be
-        for i in range(0, x.size, block):
-            _gelu_block(xp, flat_x[i : i + block], flat_y[i : i + block], flat_d[i : i + block], a, b)
-    return y, (lambda g: g * d,)
-
-
-def _gelu_block(xp: Any, x: Array, y: Array, d: Array, a: float, b: float) -> None:
-    """Write the value into y and the derivative into d; 2u = a x + b x^3."""
-    x2 = x * x
-    s = x2 * -b
-    s -= a
-    s *= x
-    xp.exp(s, s)
-    s += 1
-    xp.reciprocal(s, s)
-    xp.multiply(x, s, y)
-    x2 *= 3 * b  # 2u' = a + 3b x^2
-    x2 += a
-    xp.subtract(1, s, d)
-    d *= y
-    d *= x2
-    d += s
 
 
 @op

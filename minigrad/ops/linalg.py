@@ -1,11 +1,13 @@
-"""Matrix products."""
+"""Matrix products; sums of products in letters are in `einsum.py`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ..backend import Array, xp_of
 from ..tape import op
+from .operands import fit, in_floating_dtype, product, unbroadcast
 
 Vjp = Callable[[Array], Array]
 
@@ -15,33 +17,31 @@ def matmul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Multiply matrices as NumPy's `@`: stacks broadcast, a 1-D operand is a row (left) or a column (right).
 
     y = a b: da = g b^T, db = a^T g.
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
+    a, b = in_floating_dtype(a, b)
     shape_a, shape_b = a.shape, b.shape
-    left = a if a.ndim > 1 else a[None, :]
-    right = b if b.ndim > 1 else b[:, None]
-    new_axes = (-2,) * (a.ndim == 1) + (-1,) * (b.ndim == 1)  # those that y lacks beside left @ right
-    xp = xp_of(a)
+    left = a[None, :] if a.ndim == 1 else a
+    right = b[:, None] if b.ndim == 1 else b
+    try:
+        full = product(left, right)
+    except ValueError:
+        raise ValueError(f"matmul: (..., n, k) and (..., k, m) do not fit, got {shape_a} and {shape_b}") from None
+    shape_left, shape_right, shape_full = left.shape, right.shape, full.shape
+    y = full.squeeze((-2,) * (a.ndim == 1) + (-1,) * (b.ndim == 1))
 
     def vjp_a(g: Array) -> Array:
-        return _unstack(xp.expand_dims(g, new_axes) @ right.swapaxes(-1, -2), shape_a)
+        return unbroadcast(product(g.reshape(shape_full), right.swapaxes(-1, -2)), shape_left).reshape(shape_a)
 
     def vjp_b(g: Array) -> Array:
-        g = xp.expand_dims(g, new_axes)
-        if len(shape_b) <= 2 and left.ndim > 2:  # one product over all rows, not one a stack to be summed
-            return (left.reshape(-1, left.shape[-1]).T @ g.reshape(-1, g.shape[-1])).reshape(shape_b)
-        return _unstack(left.swapaxes(-1, -2) @ g, shape_b)
+        g = g.reshape(shape_full)
+        if len(shape_right) == 2 and left.ndim > 2:  # one product over all rows, not one a stack to be summed
+            return product(_rows(left).T, _rows(g)).reshape(shape_b)
+        return unbroadcast(product(left.swapaxes(-1, -2), g), shape_right).reshape(shape_b)
 
-    return a @ b, (vjp_a, vjp_b)
-
-
-def _unstack(g: Array, shape: tuple[int, ...]) -> Array:
-    """Sum a gradient over the stack axes along which its operand of this shape was broadcast."""
-    if g.shape == shape:
-        return g
-    matrix = (1,) * (2 - len(shape)) + shape
-    extra = g.ndim - len(matrix)
-    stretched = tuple(extra + i for i, n in enumerate(matrix[:-2]) if n == 1 and g.shape[extra + i] != 1)
-    return g.sum(axis=(*range(extra), *stretched)).reshape(shape)
+    return y, (fit(a, y, vjp_a), fit(b, y, vjp_b))
 
 
 @op
@@ -55,20 +55,42 @@ def linear(x: Array, w: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
     Raises:
         ValueError: the widths do not fit.
     """
-    xp = xp_of(x)
-    n, m = w.shape
-    if x.shape[-1] != n or b.shape != (m,):
+    if w.ndim != 2 or x.shape[-1:] != w.shape[:1] or b.shape != w.shape[1:]:
         raise ValueError(f"linear: x (..., n), w (n, m) and b (m,) do not fit, got {x.shape}, {w.shape} and {b.shape}")
-    rows = x.reshape(-1, n)
-    y = rows @ w
-    y += b
+    x, w, b = in_floating_dtype(x, w, b)
+    rows, m = _rows(x), w.shape[1]
+    y = product(rows, w)
+    if b.dtype == y.dtype:
+        y += b
+    else:
+        y = y + b
+    y = y.reshape(*x.shape[:-1], m)
 
     def vjp_b(g: Array) -> Array:
-        g2 = g.reshape(-1, m)
-        return xp.ones(len(g2), g.dtype) @ g2  # a GEMV is faster than sum(0)
+        rows_g = _rows(g)
+        return product(xp_of(g).ones(len(rows_g), g.dtype), rows_g)  # a GEMV is faster than sum(0)
 
-    return y.reshape(*x.shape[:-1], m), (
-        lambda g: (g.reshape(-1, m) @ w.T).reshape(*g.shape[:-1], n),
-        lambda g: rows.T @ g.reshape(-1, m),
-        vjp_b,
+    return y, (
+        fit(x, y, lambda g: product(_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
+        fit(w, y, lambda g: product(rows.T, _rows(g))),
+        fit(b, y, vjp_b),
     )
+
+
+def _rows(x: Array) -> Array:
+    """Return x as one matrix: all axes but the last become one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+@op
+def outer(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
+    """Multiply each element of a with each of b: y[i, j] = a[i] b[j]. da = g b, db = g^T a.
+
+    Raises:
+        ValueError: a or b is not 1-D.
+    """
+    if a.ndim != 1 or b.ndim != 1:
+        raise ValueError(f"outer: both operands must be 1-D, got {a.shape} and {b.shape}")
+    a, b = in_floating_dtype(a, b)
+    y = a[:, None] * b
+    return y, (fit(a, y, lambda g: product(g, b)), fit(b, y, lambda g: product(g.T, a)))

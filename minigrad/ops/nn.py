@@ -1,17 +1,45 @@
-"""The fused ops of a neural network: coarse, so that the tape costs nothing beside the work."""
+"""The ops of a layer: coarse, so that the tape costs nothing beside the work. Attention and convolution stand apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..backend import Array, scatter_add_rows, xp_of
-from ..tape import op
+from ..tape import Vjp, op
+from .operands import half_in_float32, is_half
 
-Vjp = Callable[[Array], Array]
-_QUERY_BLOCK = 64  # rows of the attention matrix at a time; keys after the block are never touched
+
+def widened(x: Array) -> Array:
+    """Return `x`, half precision in float32: float16 ends at 65504, which sums and squares of a row soon reach."""
+    return x.astype(np.float32) if is_half(x.dtype) else x
+
+
+@op
+@half_in_float32
+def softmax(x: Array, *, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
+    """Exponentiate and divide by the sum along `axis`, stable. dx = y (g - sum(g y))."""
+    xp = xp_of(x)
+    y = xp.exp(x - x.max(axis=axis, keepdims=True))
+    y /= y.sum(axis=axis, keepdims=True)
+
+    def vjp(g: Array) -> Array:
+        dx = g * y
+        dx -= y * dx.sum(axis=axis, keepdims=True)
+        return dx
+
+    return y, (vjp,)
+
+
+@op
+@half_in_float32
+def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
+    """Take the logarithm of softmax along `axis`, stable. dx = g - exp(y) sum(g)."""
+    xp = xp_of(x)
+    y = x - x.max(axis=axis, keepdims=True)
+    y -= xp.log(xp.exp(y).sum(axis=axis, keepdims=True))
+    return y, (lambda g: g - xp.exp(y) * g.sum(axis=axis, keepdims=True),)
 
 
 @op
@@ -24,29 +52,69 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = 1e-5) -> tupl
         x: (..., n), gain: (n,), bias: (n,).
     Source: Ba et al. 2016, Layer normalization.
     """
-    xp, shape, n = xp_of(x), x.shape, x.shape[-1]
-    average = xp.full((n, 1), 1 / n, x.dtype)  # row means as GEMV: faster than mean(axis=-1)
-    rows = x.reshape(-1, n)
+    xp, shape, dtype, n = xp_of(x), x.shape, x.dtype, x.shape[-1]
+    rows = widened(x).reshape(-1, n)
+    average = xp.full((n, 1), 1 / n, rows.dtype)  # row means as GEMV: faster than mean(axis=-1)
     h = rows - rows @ average
-    inverse = 1 / xp.sqrt(xp.einsum("ij,ij->i", h, h)[:, None] / n + x.dtype.type(eps))
+    inverse = _inverse_rms(h, eps)
     h *= inverse
     y = h * gain
     y += bias
 
     def vjp_x(g: Array) -> Array:
-        t = g.reshape(-1, n) * gain
-        mean_t = t @ average
-        mean_th = xp.einsum("ij,ij->i", t, h)[:, None] / n
-        t -= mean_t
-        t -= h * mean_th
-        t *= inverse
-        return t.reshape(shape)
+        t = widened(g).reshape(-1, n) * gain
+        t -= t @ average
+        return _through_rms(t, h, inverse).reshape(shape).astype(dtype, copy=False)
 
-    return y.reshape(shape), (
-        vjp_x,
-        lambda g: xp.einsum("ij,ij->j", g.reshape(-1, n), h),
-        lambda g: xp.ones(g.size // n, g.dtype) @ g.reshape(-1, n),
-    )
+    def vjp_bias(g: Array) -> Array:
+        g = widened(g).reshape(-1, n)
+        return (xp.ones(len(g), g.dtype) @ g).astype(bias_dtype, copy=False)
+
+    bias_dtype = bias.dtype
+    y = y.reshape(shape).astype(xp.result_type(x, gain, bias), copy=False)
+    return y, (vjp_x, _vjp_gain(h, gain.dtype), vjp_bias)
+
+
+@op
+def rms_norm(x: Array, gain: Array, *, eps: float = 1e-5) -> tuple[Array, tuple[Vjp, Vjp]]:
+    """Scale the last axis to mean square 1: y = h gain, h = x / sqrt(mean(x^2) + eps).
+
+    With t = g gain: dx = (t - h mean(t h)) / sqrt(mean(x^2) + eps); dgain = sum(g h).
+
+    Args:
+        x: (..., n), gain: (n,).
+    Source: Zhang and Sennrich 2019, Root mean square layer normalization.
+    """
+    shape, dtype, n = x.shape, x.dtype, x.shape[-1]
+    rows = widened(x).reshape(-1, n)
+    inverse = _inverse_rms(rows, eps)
+    h = rows * inverse
+
+    def vjp_x(g: Array) -> Array:
+        t = widened(g).reshape(-1, n) * gain
+        return _through_rms(t, h, inverse).reshape(shape).astype(dtype, copy=False)
+
+    y = (h * gain).reshape(shape).astype(xp_of(x).result_type(x, gain), copy=False)
+    return y, (vjp_x, _vjp_gain(h, gain.dtype))
+
+
+def _inverse_rms(rows: Array, eps: float) -> Array:
+    """Return 1 / sqrt(mean of squares + eps) of each row, as a column."""
+    xp = xp_of(rows)
+    return 1 / xp.sqrt(xp.einsum("ij,ij->i", rows, rows)[:, None] / rows.shape[1] + eps)
+
+
+def _through_rms(t: Array, h: Array, inverse: Array) -> Array:
+    """Turn t, the gradient by h = rows inverse, into the gradient by the rows, in place."""
+    t -= h * (xp_of(t).einsum("ij,ij->i", t, h)[:, None] / h.shape[1])
+    t *= inverse
+    return t
+
+
+def _vjp_gain(h: Array, dtype: Any) -> Vjp:
+    """Return the vjp of h gain by the gain, (n,)."""
+    xp, n = xp_of(h), h.shape[1]
+    return lambda g: xp.einsum("ij,ij->j", widened(g).reshape(-1, n), h).astype(dtype, copy=False)
 
 
 @op
@@ -68,12 +136,13 @@ def embedding(table: Array, ids: Array) -> tuple[Array, tuple[Vjp, None]]:
     rows, dtype = ids.reshape(-1), table.dtype
 
     def vjp(g: Array) -> Array:
-        g2 = g.reshape(-1, width)
+        g = widened(g).reshape(-1, width)  # a row may be the sum of thousands
         if num_rows <= 256:  # a product with the one-hot matrix is faster than any scatter
-            return (xp.arange(num_rows)[:, None] == rows).astype(dtype) @ g2
-        dtable: Array = xp.zeros((num_rows, width), dtype)
-        scatter_add_rows(dtable, rows, g2)
-        return dtable
+            dtable = (xp.arange(num_rows)[:, None] == rows).astype(g.dtype) @ g
+        else:
+            dtable = xp.zeros((num_rows, width), g.dtype)
+            scatter_add_rows(dtable, rows, g)
+        return dtable.astype(dtype, copy=False)
 
     return table.take(rows, axis=0).reshape(*ids.shape, width), (vjp, None)
 
@@ -95,67 +164,3 @@ def dropout(x: Array, *, keep: Array, rate: float) -> tuple[Array, tuple[Vjp]]:
         return y
 
     return drop(x), (drop,)
-
-
-@op
-def causal_attention(qkv: Array, *, num_heads: int) -> tuple[Array, tuple[Vjp]]:
-    """Attend to this and earlier positions: y = softmax(q k^T / sqrt(d), masked) v, for each head.
-
-    Query rows are taken in blocks, and a block uses only the keys up to its own end:
-
-        keys ->   # .          '#' is computed whole; on the diagonal squares
-        rows      # # .        the mask is applied; '.' costs nothing
-                  # # #
-
-    With p the softmax and D = sum(dy y): ds = p (dy v^T - D), dq = ds k / sqrt(d), dk = ds^T q / sqrt(d), dv = p^T dy.
-
-    Args:
-        qkv: (B, T, 3 C), the queries, keys and values side by side.
-    Returns:
-        (B, T, C).
-    Source: Vaswani et al. 2017, section 3.2; the form of ds: Dao et al. 2022, appendix B.2.
-    """
-    batch, time, width3 = qkv.shape
-    head = width3 // (3 * num_heads)
-    if head * 3 * num_heads != width3:
-        raise ValueError(f"attention: the width must be divisible by num_heads, got {width3 / 3:g} and {num_heads}")
-    xp = xp_of(qkv)
-    scale = head**-0.5
-    parts = qkv.reshape(batch, time, 3, num_heads, head)
-    q, k, v = (parts[:, :, i].swapaxes(1, 2) for i in range(3))  # (B, H, T, d), views
-    q = q * scale
-    y: Array = xp.empty((batch, time, num_heads, head), qkv.dtype)
-    heads_y = y.swapaxes(1, 2)
-    blocks = [(start, min(start + _QUERY_BLOCK, time)) for start in range(0, time, _QUERY_BLOCK)]
-    weights = []  # of each block: exp(s - max), not yet divided by the row sums
-    inverse_sums = []
-    for lo, hi in blocks:
-        s = q[:, :, lo:hi] @ k[:, :, :hi].swapaxes(2, 3)
-        s[..., lo:hi] += _mask(xp, hi - lo, s.dtype)
-        s -= s.max(axis=-1, keepdims=True)
-        e = xp.exp(s, s)
-        r = 1 / (e @ xp.ones((hi, 1), e.dtype))  # dividing the output costs less than dividing the weights
-        heads_y[:, :, lo:hi] = (e @ v[:, :, :hi]) * r
-        weights.append(e)
-        inverse_sums.append(r)
-
-    def vjp(g: Array) -> Array:
-        dqkv: Array = xp.zeros((batch, time, 3, num_heads, head), g.dtype)
-        dq, dk, dv = (dqkv[:, :, i].swapaxes(1, 2) for i in range(3))
-        heads_g = g.reshape(batch, time, num_heads, head).swapaxes(1, 2)
-        for (lo, hi), e, r in zip(blocks, weights, inverse_sums, strict=True):
-            gr = heads_g[:, :, lo:hi] * r
-            dv[:, :, :hi] += e.swapaxes(2, 3) @ gr
-            ds = gr @ v[:, :, :hi].swapaxes(2, 3)
-            ds -= xp.einsum("bhtd,bhtd->bht", gr, heads_y[:, :, lo:hi])[..., None]
-            ds *= e
-            dq[:, :, lo:hi] = (ds @ k[:, :, :hi]) * scale
-            dk[:, :, :hi] += ds.swapaxes(2, 3) @ q[:, :, lo:hi]
-        return dqkv.reshape(batch, time, width3)
-
-    return y.reshape(batch, time, width3 // 3), (vjp,)
-
-
-def _mask(xp: Any, n: int, dtype: Any) -> Array:
-    """Return (n, n): 0 on and below the diagonal, -inf above."""
-    return xp.triu(xp.full((n, n), -np.inf, dtype), k=1)

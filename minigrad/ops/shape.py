@@ -1,21 +1,19 @@
-"""Ops that move elements and change none."""
+"""Ops that move elements and change none; selecting with an index is in `indexing.py`."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
 
 from ..backend import Array, xp_of
 from ..tape import op
+from .operands import axes_of, in_floating_dtype, unbroadcast
 
 Vjp = Callable[[Array], Array]
 
 
 @op
-def reshape(x: Array, *, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+def reshape(x: Array, *, shape: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     """Give the elements another shape, in C order; one length may be -1."""
     before = x.shape
     return x.reshape(shape), (lambda g: g.reshape(before),)
@@ -23,37 +21,139 @@ def reshape(x: Array, *, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
 
 @op
 def transpose(x: Array, *, axes: Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
-    """Permute the axes; reverse them by default."""
-    back = None if axes is None else tuple(np.argsort([axis % x.ndim for axis in axes]))
-    return x.transpose(axes), (lambda g: g.transpose(back),)
+    """Permute the axes; reverse them by default.
+
+    Raises:
+        ValueError: `axes` does not name each axis once.
+    """
+    if axes is None:
+        return x.T, (lambda g: g.T,)
+    order = axes_of("transpose", x, axes)
+    if len(order) != x.ndim:
+        raise ValueError(f"transpose: axes must name each axis once, got {axes} for shape {x.shape}")
+    back = [order.index(i) for i in range(x.ndim)]
+    return x.transpose(order), (lambda g: g.transpose(back),)
+
+
+@op
+def swapaxes(x: Array, *, axis1: int, axis2: int) -> tuple[Array, tuple[Vjp]]:
+    """Exchange two axes."""
+    (i,), (j,) = axes_of("swapaxes", x, axis1), axes_of("swapaxes", x, axis2)
+    return x.swapaxes(i, j), (lambda g: g.swapaxes(i, j),)
+
+
+@op
+def moveaxis(x: Array, *, source: int | Sequence[int], destination: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+    """Move axes to other places; the others stay in order.
+
+    Raises:
+        ValueError: an axis does not exist or comes twice, or there are not as many places as axes.
+    """
+    start, end = axes_of("moveaxis", x, source), axes_of("moveaxis", x, destination)
+    if len(start) != len(end):
+        raise ValueError(f"moveaxis: source and destination must be as many, got {source} and {destination}")
+    xp = xp_of(x)
+    return xp.moveaxis(x, start, end), (lambda g: xp.moveaxis(g, end, start),)
+
+
+@op
+def squeeze(x: Array, *, axis: int | Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
+    """Drop axes of length 1; all of them by default.
+
+    Raises:
+        ValueError: an axis does not exist or is longer.
+    """
+    before = x.shape
+    axes = axes_of("squeeze", x, axis) if axis is not None else tuple(i for i, n in enumerate(before) if n == 1)
+    if any(before[i] != 1 for i in axes):
+        raise ValueError(f"squeeze: axes must have length 1, got {axis} for shape {before}")
+    return x.squeeze(axes), (lambda g: g.reshape(before),)
+
+
+@op
+def expand_dims(x: Array, *, axis: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+    """Insert axes of length 1, so that they are at these places in the output."""
+    before = x.shape
+    return xp_of(x).expand_dims(x, axis), (lambda g: g.reshape(before),)
+
+
+@op
+def broadcast_to(x: Array, *, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+    """Repeat along new axes and axes of length 1. dx = sum of g over the repetitions.
+
+    Raises:
+        ValueError: x does not broadcast to `shape`.
+    """
+    before = x.shape
+    try:
+        y = xp_of(x).broadcast_to(x, tuple(shape))
+    except ValueError:
+        raise ValueError(f"broadcast_to: only axes of length 1 can be repeated, got {before} for {shape}") from None
+    return y, (lambda g: unbroadcast(g, before),)
 
 
 @op
 def concatenate(*arrays: Array, axis: int = 0) -> tuple[Array, tuple[Vjp, ...]]:
-    """Join arrays along an axis that exists."""
-    ends = list(itertools.accumulate(x.shape[axis] for x in arrays))
-    y = xp_of(arrays[0]).concatenate(arrays, axis=axis)
-    before = (slice(None),) * (axis % y.ndim)
+    """Join arrays along an axis that exists.
 
-    def part(start: int, stop: int, dtype: Any) -> Vjp:
-        return lambda g: g[(*before, slice(start, stop))].astype(dtype, copy=False)
+    Raises:
+        ValueError: there are no arrays, or the shapes differ along another axis.
+    """
+    (axis,) = axes_of("concatenate", arrays[0], axis) if arrays else (axis,)
+    if len({(*x.shape[:axis], ..., *x.shape[axis + 1 :]) for x in arrays}) != 1:
+        shapes = [x.shape for x in arrays]
+        raise ValueError(f"concatenate: shapes must agree in all axes but {axis}, got {shapes}")
+    parts = in_floating_dtype(*arrays)
+    y = xp_of(parts[0]).concatenate(parts, axis=axis)
+    ends = itertools.accumulate(x.shape[axis] for x in parts)
+    before = (slice(None),) * axis
 
-    return y, tuple(part(a, b, x.dtype) for a, b, x in zip([0, *ends], ends, arrays, strict=False))
+    def vjp_of(x: Array, stop: int) -> Vjp:
+        part, dtype = (*before, slice(stop - x.shape[axis], stop)), x.dtype
+        return lambda g: g[part].astype(dtype, copy=False)
+
+    return y, tuple(vjp_of(x, stop) for x, stop in zip(parts, ends, strict=True))
 
 
 @op
-def getitem(x: Array, *, index: Any) -> tuple[Array, tuple[Vjp]]:
-    """Select as NumPy's `x[index]`; an element selected twice gets both gradients."""
-    xp, shape, dtype = xp_of(x), x.shape, x.dtype
-    parts = index if isinstance(index, tuple) else (index,)
-    distinct = all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
+def stack(*arrays: Array, axis: int = 0) -> tuple[Array, tuple[Vjp, ...]]:
+    """Join arrays of one shape along a new axis.
 
-    def vjp(g: Array) -> Array:
-        dx: Array = xp.zeros(shape, dtype)
-        if distinct:
-            dx[index] = g
-        else:
-            xp.add.at(dx, index, g)
-        return dx
+    Raises:
+        ValueError: there are no arrays, or the shapes differ.
+    """
+    if len({x.shape for x in arrays}) != 1:
+        raise ValueError(f"stack: shapes must be equal, got {[x.shape for x in arrays]}")
+    parts = in_floating_dtype(*arrays)
+    y = xp_of(parts[0]).stack(parts, axis=axis)
+    before = (slice(None),) * (axis % y.ndim)
 
-    return x[index], (vjp,)
+    def vjp_of(x: Array, i: int) -> Vjp:
+        dtype = x.dtype
+        return lambda g: g[(*before, i)].astype(dtype, copy=False)
+
+    return y, tuple(vjp_of(x, i) for i, x in enumerate(parts))
+
+
+@op
+def pad(x: Array, *, widths: int | Sequence[Sequence[int]], value: float = 0.0) -> tuple[Array, tuple[Vjp]]:
+    """Put `value` around x.
+
+    Args:
+        widths: how many before and after, a pair for each axis, or one number for all.
+    Raises:
+        ValueError: there is not one pair for each axis, or a width is negative.
+    """
+    pairs = [(widths, widths)] * x.ndim if isinstance(widths, int) else [tuple(pair) for pair in widths]
+    if len(pairs) != x.ndim or any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
+        raise ValueError(f"pad: widths must be a pair >= 0 for each axis, got {widths} for shape {x.shape}")
+    inside = tuple(slice(before, before + n) for (before, _), n in zip(pairs, x.shape, strict=True))
+    return xp_of(x).pad(x, pairs, constant_values=value), (lambda g: g[inside],)
+
+
+@op
+def flip(x: Array, *, axis: int | Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
+    """Reverse the order along axes; all of them by default."""
+    axes = axes_of("flip", x, axis)
+    xp = xp_of(x)
+    return xp.flip(x, axes), (lambda g: xp.flip(g, axes),)

@@ -1,0 +1,33 @@
+"""Buffer: an array that a module keeps and nobody trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..backend import xp_of
+from ..tensor import Tensor
+
+
+class Buffer(Tensor):
+    """A named array of a module's state that is not trained: a table of positions, a running mean.
+
+    It is saved and loaded with the parameters, and gets no gradient. It comes from neither parameters nor data, so
+    to the split of a backward in two halves it is what a number is: `weight_side` is None.
+
+    Args:
+        data: array of any dtype; copied, so that nobody else holds the memory.
+        name: unique within a model, parameters included.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, data: Any, name: str) -> None:
+        super().__init__((data if xp_of(data) is not np else np.asarray(data)).copy(order="C"))
+        self.weight_side = None
+        self.name = name
+
+    @property
+    def label(self) -> str:
+        return repr(self.name)

@@ -1,0 +1,65 @@
+"""Selecting with an index: `x[index]`, and what is made of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..backend import Array, scatter_add_rows, xp_of
+from ..tape import op
+from ..tensor import Tensor
+from .operands import axes_of, is_half
+
+Vjp = Callable[[Array], Array]
+
+
+@op
+def getitem(x: Array, *, index: Any) -> tuple[Array, tuple[Vjp]]:
+    """Select as NumPy's `x[index]`; an element selected twice gets both gradients."""
+    xp, shape, dtype = xp_of(x), x.shape, x.dtype
+    distinct = all(_is_distinct(part) for part in (index if isinstance(index, tuple) else (index,)))
+    of_rows = isinstance(index, xp.ndarray) and index.dtype.kind in "iu"
+
+    def vjp(g: Array) -> Array:
+        if distinct:
+            dx: Array = xp.zeros(shape, dtype)
+            dx[index] = g
+            return dx
+        dx = xp.zeros(shape, np.float32 if is_half(dtype) else dtype)  # thousands may add up in one place
+        g = g.astype(dx.dtype, copy=False)
+        if of_rows:
+            scatter_add_rows(dx, index.ravel() % shape[0], g.reshape(index.size, *shape[1:]))
+        else:
+            xp.add.at(dx, index, g)
+        return dx.astype(dtype, copy=False)
+
+    return x[index], (vjp,)
+
+
+def _is_distinct(part: Any) -> bool:
+    """Return whether this part of an index selects no place twice."""
+    is_mask = getattr(getattr(part, "dtype", None), "kind", None) == "b"
+    return part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice)) or is_mask
+
+
+def split(x: Tensor, parts: int | Sequence[int], *, axis: int = 0) -> list[Tensor]:
+    """Cut x along an axis into views.
+
+    Args:
+        parts: how many equal parts, or the length of each.
+    Raises:
+        ValueError: the parts are not the whole.
+    """
+    (axis,) = axes_of("split", x.data, axis)
+    n = x.shape[axis]
+    lengths = [n // parts] * parts if isinstance(parts, int) and parts > 0 else parts
+    if isinstance(lengths, int) or sum(lengths) != n or any(k < 0 for k in lengths):
+        raise ValueError(f"split: the parts of an axis of {n} must be equal, or lengths that add up to it, got {parts}")
+    before = (slice(None),) * axis
+    return [
+        getitem(x, index=(*before, slice(end - length, end)))
+        for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)
+    ]

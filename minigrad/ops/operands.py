@@ -1,0 +1,136 @@
+"""What operands do when they meet: broadcasting and dtypes, and how gradients find their way back from both.
+
+Shapes broadcast and floating dtypes promote as in NumPy. Two things differ: an integer array beside a floating one
+takes its dtype, where NumPy would widen float32 to float64, and half precision is added up in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..backend import Array, xp_of
+
+Vjp = Callable[[Array], Array]
+Axis = int | tuple[int, ...] | None
+
+
+def pair(name: str, a: Any, b: Any) -> tuple[Any, Any]:
+    """Return the operands of an elementwise op, arrays or Python numbers, ready to meet.
+
+    Raises:
+        ValueError: the shapes do not broadcast.
+    """
+    dtype_a, dtype_b = getattr(a, "dtype", None), getattr(b, "dtype", None)
+    if dtype_a is not dtype_b:
+        if dtype_a is None:
+            return _beside(b, a), b
+        if dtype_b is None:
+            return a, _beside(a, b)
+        a, b = in_floating_dtype(a, b)
+    if dtype_a is not None and a.shape != b.shape:
+        check_broadcast(name, a, b)
+    return a, b
+
+
+def _beside(array: Array, number: Any) -> Any:
+    """Return a number as NumPy should see it beside `array`: bfloat16 times a Python float would be float32."""
+    return xp_of(array).asarray(number, array.dtype) if array.dtype.kind == "V" else number
+
+
+def in_floating_dtype(*arrays: Array) -> list[Array]:
+    """Return the arrays, those of integers or booleans in the dtype of the floating ones, if there are any."""
+    floating = [x.dtype for x in arrays if x.dtype.kind not in "iub"]
+    if not floating or len(floating) == len(arrays):
+        return list(arrays)
+    dtype = np.result_type(*floating)
+    return [x.astype(dtype) if x.dtype.kind in "iub" else x for x in arrays]
+
+
+def check_broadcast(name: str, a: Array, b: Array) -> None:
+    """Raise a ValueError unless the shapes broadcast."""
+    if not all(m == n or m == 1 or n == 1 for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False)):
+        raise ValueError(f"{name}: shapes must be equal or broadcast, got {a.shape} and {b.shape}")
+
+
+def fit(x: Any, y: Array, vjp: Vjp) -> Vjp:
+    """Return `vjp`, followed by what brings a gradient of the output y back to the shape and dtype of the operand x."""
+    if isinstance(x, (int, float)):
+        return vjp  # of a number, which nobody will ask for
+    shape, dtype = x.shape, x.dtype
+    if dtype is y.dtype and shape == y.shape:
+        return vjp
+    return lambda g: unbroadcast(vjp(g), shape).astype(dtype, copy=False)
+
+
+def unbroadcast(g: Array, shape: tuple[int, ...]) -> Array:
+    """Sum a gradient over the axes along which an operand of this shape was broadcast."""
+    if g.shape == shape:
+        return g
+    extra = g.ndim - len(shape)
+    stretched = tuple(extra + i for i, n in enumerate(shape) if n == 1 and g.shape[extra + i] != 1)
+    return add_up(g, axis=(*range(extra), *stretched)).reshape(shape)
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is float16 or bfloat16."""
+    return dtype.itemsize == 2 and dtype.kind in "fV"
+
+
+def add_up(x: Array, *, axis: Axis = None, keepdims: bool = False) -> Array:
+    """Sum as NumPy does, but half precision in float32: in float16 a sum of ones stops at 2048."""
+    if is_half(x.dtype):
+        return x.sum(axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
+    return x.sum(axis=axis, keepdims=keepdims)
+
+
+def product(a: Array, b: Array) -> Array:
+    """Multiply matrices. Half precision goes through float32 on the CPU, where NumPy is much faster at that.
+
+    So do stacks of bfloat16 on a GPU, since CuPy has no product for them.
+    """
+    half = a.dtype == b.dtype and is_half(a.dtype)
+    if half and (xp_of(a) is np or (a.dtype.kind == "V" and (a.ndim > 2 or b.ndim > 2))):
+        return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
+    return a @ b
+
+
+def select(condition: Array, a: Any, b: Any, dtype: np.dtype[Any]) -> Array:
+    """Take a where the condition holds, else b, in this dtype: CuPy's `where` makes float32 of bfloat16."""
+    return xp_of(condition).where(condition, a, b).astype(dtype, copy=False)
+
+
+def half_in_float32(function: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
+    """Let an op's function compute in float32, forward and backward, where all its arrays are of one half dtype."""
+
+    @functools.wraps(function)
+    def wide(*arrays: Array, **kwargs: Any) -> tuple[Array, Any]:
+        dtype = arrays[0].dtype
+        if not is_half(dtype) or any(x.dtype != dtype for x in arrays):
+            return function(*arrays, **kwargs)
+        y, vjps = function(*[x.astype(np.float32) for x in arrays], **kwargs)
+        return y.astype(dtype), tuple([_narrow(vjp, dtype) for vjp in vjps])
+
+    return wide
+
+
+def _narrow(vjp: Vjp, dtype: np.dtype[Any]) -> Vjp:
+    return lambda g: vjp(g.astype(np.float32)).astype(dtype)
+
+
+def axes_of(name: str, x: Array, axis: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the axes that `axis` means, counted from the front; None means all of them.
+
+    Raises:
+        ValueError: one does not exist, or comes twice.
+    """
+    if axis is None:
+        return tuple(range(x.ndim))
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple([i + x.ndim if i < 0 else i for i in given])
+    if not all(0 <= i < x.ndim for i in axes) or len(set(axes)) < len(axes):
+        raise ValueError(f"{name}: axes must be distinct and exist, got {axis} for shape {x.shape}")
+    return axes

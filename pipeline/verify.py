@@ -1,0 +1,271 @@
+"""Does this model, in this layout, train as it does in one process? And if not, where is the first difference?
+
+`verify` trains a model a few steps twice, in one process and spread over ranks, and compares losses, every gradient
+and the norm after each step. The first parameter that differs is named, with rank, stage, and the micro-batch whose
+part of the gradient is wrong. An application: it knows all three packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distributed.communicator import Communicator
+from distributed.ddp import DistributedDataParallel
+from distributed.local import LocalWorld
+from distributed.mesh import Mesh
+from minigrad import rng
+from minigrad.backend import Array
+from minigrad.backward import Hooks, backward, backward_with_grad
+from minigrad.nn import ParamGetter, Sequential
+from minigrad.optim import SGD, Optimizer, Rule, grad_square_sum, scale_to_norm
+from minigrad.tensor import Parameter, Tensor
+from pipeline import microbatch
+from pipeline.executor import PipelineExecutor
+from pipeline.schedules import SCHEDULES, Schedule
+from pipeline.stage import LayerFactory, PipelineStage
+
+LossFn = Callable[[Any, Array], Tensor]
+
+
+class MismatchError(AssertionError):
+    """The two runs differ."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data, and how it is trained.
+
+    Attributes:
+        layers: the model as (name, factory).
+        batches: (x, y) of each step, over all replicas; at least one sample for each replica and micro-batch.
+        loss_fn: (output, y) -> the mean loss over the samples.
+        rule: of the optimizer. SGD shows a wrong scale of the gradient at once; Adam's rules hide it.
+        max_norm: gradients are clipped to this.
+        seed, dtype: of the parameters, and of dropout.
+        rtol: relative to the largest element of each gradient.
+    """
+
+    layers: Sequence[tuple[str, LayerFactory]]
+    batches: Sequence[tuple[Array, Array]]
+    loss_fn: LossFn
+    rule: Rule = field(default_factory=lambda: SGD(lr=0.1, momentum=0.9))
+    max_norm: float = float("inf")
+    seed: int = 0
+    dtype: Any = np.float64
+    rtol: float = 1e-10
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared, and the largest difference, relative to the largest element of its gradient."""
+
+    dp: int
+    pp: int
+    schedule: str
+    num_microbatches: int
+    num_steps: int
+    num_parameters: int
+    largest_difference: float
+
+    def __str__(self) -> str:
+        return (
+            f"dp={self.dp} pp={self.pp} {self.schedule} micro-batches={self.num_microbatches}: "
+            f"{self.num_steps} steps, {self.num_parameters} gradients each, equal to one process within "
+            f"{self.largest_difference:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step in one process: what it started from and what it gave."""
+
+    values: dict[str, Array]
+    loss: float
+    grads: dict[str, Array]
+    norm: float
+
+
+def verify(
+    case: Case,
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    schedule: str | Schedule = "1f1b",
+    num_microbatches: int = 4,
+    comm: Communicator | None = None,
+) -> Report:
+    """Train `case` spread over dp * pp ranks and compare it with one process.
+
+    Args:
+        comm: collective over these dp * pp ranks; by default ranks are threads of this process.
+    Raises:
+        MismatchError: the first difference: step, parameter, rank, stage and micro-batch; on every rank.
+    """
+    chosen = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    expected = _train_alone(case)
+
+    def program(comm: Communicator) -> Report:
+        return _SpreadRun(case, Mesh(comm, dp=dp, pp=pp), chosen, num_microbatches).compare(expected)
+
+    if comm is not None:
+        return program(comm)
+    report: Report = LocalWorld(dp * pp).run(program)[0]
+    return report
+
+
+def _build(case: Case) -> Sequential:
+    param = ParamGetter(case.seed, case.dtype)
+    return Sequential(factory(param) for _, factory in case.layers)
+
+
+def _train_alone(case: Case) -> list[_Step]:
+    model = _build(case)
+    params = model.parameters()
+    optimizer = Optimizer(params, case.rule)
+    steps = []
+    for number, (x, y) in enumerate(case.batches):
+        values = model.state_dict()
+        optimizer.zero_grad()
+        with rng.scope(seed=case.seed, step=number):
+            loss = case.loss_fn(model(x), y)
+        backward(loss)
+        norm = grad_square_sum(params) ** 0.5
+        steps.append(_Step(values, loss.item(), _grads(params), norm))
+        scale_to_norm(params, norm, case.max_norm)
+        optimizer.step()
+    return steps
+
+
+class _SpreadRun:
+    """One rank's part of the run that is spread over ranks."""
+
+    def __init__(self, case: Case, mesh: Mesh, schedule: Schedule, num_microbatches: int) -> None:
+        self.case = case
+        self.mesh = mesh
+        self.schedule = schedule
+        self.num_microbatches = num_microbatches
+        self.stages = PipelineStage.of(case.layers, mesh.pp, schedule, seed=case.seed, dtype=case.dtype)
+        self.params = self.stages.parameters()
+        self._tied = {p.name for p in self.stages.tied}
+        self.parts: dict[tuple[str, int], Array] = {}  # (parameter, micro-batch) -> its part of this rank's gradient
+        self.final: dict[str, Array] = {}  # gradients as they were when ready, before their reduction over replicas
+        for stage in self.stages:
+            self._record_parts(stage)
+
+    def compare(self, expected: Sequence[_Step]) -> Report:
+        """Train, compare each step, and report."""
+        case, mesh, stages = self.case, self.mesh, self.stages
+        ddp = DistributedDataParallel(stages, mesh.dp)
+        optimizer = Optimizer(self.params, case.rule)
+        pipe = PipelineExecutor(
+            stages, mesh.pp, self.schedule, num_microbatches=self.num_microbatches, loss_fn=case.loss_fn
+        )
+        largest = 0.0
+        for number, ((x, y), step) in enumerate(zip(case.batches, expected, strict=True)):
+            rows = np.split(np.arange(len(x)), np.cumsum(microbatch.sizes(len(x), mesh.dp.size))[:-1])[mesh.dp.rank]
+            self.parts.clear()
+            self.final.clear()
+            optimizer.zero_grad()
+            hooks = ddp.hooks(num_samples=len(rows))
+            with rng.scope(seed=case.seed, step=number, first_sample=ddp.first_sample):
+                loss = pipe.step(x[rows], y[rows], hooks=Hooks(on_grad_ready=self._record_final) + hooks)
+            ddp.wait()
+            square_sum = np.array([grad_square_sum(stages.counted_parameters())])
+            norm = float(mesh.pp.allreduce(square_sum).wait()[0]) ** 0.5
+            differences = self._differences(step, ddp.mean(loss), norm)
+            wrong = next((name for name, difference in differences.items() if not difference <= case.rtol), None)
+            self._raise_everywhere(
+                wrong and f"step {number}: {self._describe(wrong, differences[wrong], step, number, x, y, rows)}"
+            )
+            largest = max(largest, *differences.values())
+            scale_to_norm(self.params, norm, case.max_norm)
+            optimizer.step()
+        num_parameters = len(expected[0].grads)
+        sizes = (mesh.dp.size, mesh.pp.size)
+        return Report(*sizes, self.schedule.name, self.num_microbatches, len(expected), num_parameters, largest)
+
+    def _differences(self, step: _Step, loss: float, norm: float) -> dict[str, float]:
+        """Return the relative difference of all that this rank can compare, tied parameters after the others."""
+        own = _grads(self.params)
+        names = sorted((name for name in step.grads if name in own), key=self._tied.__contains__)
+        differences = {name: _difference(own[name], step.grads[name]) for name in names}
+        pairs = {"the loss": (loss, step.loss), "the norm of the gradient": (norm, step.norm)}
+        return differences | {name: _difference(np.array(a), np.array(b)) for name, (a, b) in pairs.items()}
+
+    def _describe(self, name: str, difference: float, step: _Step, number: int, x: Array, y: Array, rows: Array) -> str:
+        """Say where a difference is; of a gradient, also which micro-batch's part of it is the first wrong one."""
+        if name not in step.grads:
+            return f"{name} differs by {difference:.1e}"
+        stage = next(stage.stage_id for stage in self.stages if name in stage.named_parameters())
+        text = f"the gradient of {name!r} differs by {difference:.1e}, on stage {stage}"
+        if name in self._tied:
+            return f"{text}, where it is one of several copies"
+        ends = np.cumsum(microbatch.sizes(len(rows), self.num_microbatches))
+        for i, own_rows in enumerate(np.split(rows, ends[:-1])):
+            expected = self._part_alone(step, number, x, y, own_rows, len(own_rows) / len(rows))[name]
+            own = self.parts.get((name, i), np.zeros_like(expected))
+            if not _difference(own, expected) <= 1e3 * self.case.rtol:  # a part comes out of a sum, and is less exact
+                return f"{text}; the part of micro-batch {i} is the first wrong one"
+        return f"{text}; the parts of all micro-batches are right, so their reduction over ranks is not"
+
+    def _part_alone(self, step: _Step, number: int, x: Array, y: Array, rows: Array, weight: float) -> dict[str, Array]:
+        """Return what one micro-batch adds to each gradient, computed in one process."""
+        model = _build(self.case)
+        model.load_state_dict(step.values)
+        with rng.scope(seed=self.case.seed, step=number, first_sample=int(rows[0])):
+            loss = self.case.loss_fn(model(x[rows]), y[rows])
+        backward_with_grad(loss, weight)
+        return _grads(model.parameters())
+
+    def _record_parts(self, stage: PipelineStage) -> None:
+        """Note what each backward of a micro-batch adds to the gradients of a stage."""
+
+        def recorded(run: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(microbatch: int, *args: Any) -> Any:
+                before = _grads(stage.parameters(), keep_fresh=True)
+                result = run(microbatch, *args)
+                for name, after in _grads(stage.parameters(), keep_fresh=True).items():
+                    part = self.final.get(name, after) - before[name]
+                    self.parts[name, microbatch] = self.parts.get((name, microbatch), 0) + part
+                return result
+
+            return wrapped
+
+        vars(stage).update(backward=recorded(stage.backward), backward_weight=recorded(stage.backward_weight))
+
+    def _record_final(self, parameter: Parameter) -> None:
+        assert parameter.grad is not None
+        self.final[parameter.name] = parameter.grad.copy()
+
+    def _raise_everywhere(self, found: str | None) -> None:
+        """Raise the first rank's finding on every rank."""
+        place = f"rank {self.mesh.dp.rank * self.mesh.pp.size + self.mesh.pp.rank}"
+        where = f"{place} (dp {self.mesh.dp.rank}, pp {self.mesh.pp.rank})"
+        rows = [
+            row
+            for rows in self.mesh.dp.gather_objects(self.mesh.pp.gather_objects(found and f"{where}: {found}"))
+            for row in rows
+        ]
+        first = next((row for row in rows if row is not None), None)
+        if first is not None:
+            raise MismatchError(first)
+
+
+def _grads(params: Sequence[Parameter], *, keep_fresh: bool = False) -> dict[str, Array]:
+    """Return copies of the gradients by name; zeros where there is none, which then counts as one unless kept fresh."""
+    if not keep_fresh:
+        for p in params:
+            p.fill_missing_grad()
+    return {p.name: np.zeros_like(p.data) if p.grad is None else p.grad.copy() for p in params}
+
+
+def _difference(a: Array, b: Array) -> float:
+    """Return the largest difference relative to the largest element; infinite if something is not finite."""
+    if not a.size:
+        return 0.0
+    difference = float(np.abs(a - b).max())
+    return difference / max(float(np.abs(b).max()), 1e-300) if difference else difference

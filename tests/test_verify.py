@@ -1,0 +1,102 @@
+"""The verifier: it accepts what equals one process, and names what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from distributed import GradientBucketManager, LocalWorld
+from minigrad.models import gpt, mlp
+from pipeline.stage import LocalStages, PipelineStage
+from pipeline.verify import Case, MismatchError, verify
+
+CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=4, num_heads=2, width=8, dropout=0.1)
+GENERATOR = np.random.default_rng(0)
+IDS = [GENERATOR.integers(0, 17, (9, 7)) for _ in range(3)]
+GPT_CASE = Case(gpt.layers(CONFIG), [(ids[:, :-1], ids[:, 1:]) for ids in IDS], mg.cross_entropy, max_norm=0.5)
+MLP_CASE = Case(
+    mlp.layers([5, 7, 6, 3], dropout=0.2),
+    [(GENERATOR.standard_normal((8, 5)), GENERATOR.integers(0, 3, 8)) for _ in range(2)],
+    mg.cross_entropy,
+)
+
+
+@pytest.mark.parametrize(("dp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("case", [GPT_CASE, MLP_CASE], ids=["gpt", "mlp"])
+def test_what_equals_one_process_is_accepted(case: Case, schedule: str, dp: int, pp: int) -> None:
+    report = verify(case, dp=dp, pp=pp, schedule=schedule, num_microbatches=3)
+    assert report.largest_difference < case.rtol
+    assert report.num_steps == len(case.batches)
+    assert str(report).startswith(f"dp={dp} pp={pp} {schedule} micro-batches=3: {report.num_steps} steps, ")
+
+
+@pytest.mark.ranks(4)
+def test_on_the_ranks_of_a_communicator(ranks: Any) -> None:
+    reports = ranks.run(lambda comm: verify(GPT_CASE, dp=2, pp=2, num_microbatches=2, comm=comm))
+    assert all(report.largest_difference < GPT_CASE.rtol for report in reports)
+
+
+def expect(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., Any], message: str) -> None:
+    """Break a method and require the message, on all ranks alike."""
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
+    errors: list[str] = []
+
+    def program(comm: Any) -> None:
+        with pytest.raises(MismatchError, match=message) as caught:
+            verify(GPT_CASE, dp=2, pp=2, num_microbatches=3, comm=comm)
+        errors.append(str(caught.value))
+
+    LocalWorld(4).run(program)
+    assert len(errors) == 4
+    assert len(set(errors)) == 1
+
+
+def test_a_wrong_micro_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(backward: Any) -> Any:
+        def zeros_for_the_last(self: Any, microbatch: int, cotangent: Any, hooks: Any) -> Any:
+            if microbatch == 2 and self.is_first:
+                cotangent = np.zeros_like(cotangent)
+            return backward(self, microbatch, cotangent, hooks)
+
+        return zeros_for_the_last
+
+    message = (
+        r"^rank 0 \(dp 0, pp 0\): step 0: the gradient of 'embed.position' differs by .*, on stage 0; "
+        "the part of micro-batch 2 is the first wrong one$"
+    )
+    expect(monkeypatch, PipelineStage, "backward", broken, message)
+
+
+def test_a_wrong_reduction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(reset: Any) -> Any:
+        return lambda self, share=None: reset(self, share * 1.01 if self.comm.rank == 1 else share)
+
+    message = r"^rank 0 .*step 0: the gradient of 'embed.position' .*micro-batches are right, so their reduction over"
+    expect(monkeypatch, GradientBucketManager, "reset", broken, message)
+
+
+def test_a_tied_parameter_that_is_not_summed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"^rank 0 .*step 0: the gradient of 'embed.token.weight' .*, where it is one of several copies$"
+    expect(monkeypatch, LocalStages, "sum_tied", lambda sum_tied: lambda self, before: None, message)
+
+
+def test_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline import executor
+
+    def broken(loss: Any) -> Any:
+        return property(lambda self: 2 * loss.fget(self))
+
+    message = r"^rank 0 \(dp 0, pp 0\): step 0: the loss differs by 1\.0e\+00$"
+    expect(monkeypatch, executor.PipelineOutput, "loss", broken, message)
+
+
+def test_something_that_is_not_finite_is_a_mismatch() -> None:
+    x, y = MLP_CASE.batches[0]
+    case = Case(MLP_CASE.layers, [(np.where(x > 1, np.nan, x), y)], mg.cross_entropy)
+    with pytest.raises(MismatchError, match="differs by nan"):
+        verify(case, pp=2, num_microbatches=2)
