@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+DEVICES = ("cpu", "cuda")
 Array = np.ndarray[Any, Any]  # CuPy's ndarray has the same methods; its stubs are not needed to check ours
 
 
@@ -42,6 +43,24 @@ def to_device(array: Array) -> Array:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a GPU array needs CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
     return cupy.asarray(array)
+
+
+def place(array: Array, device: str) -> Array:
+    """Return `array` on a device.
+
+    Raises:
+        ValueError: device is neither "cpu" nor "cuda".
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    return to_device(array) if device == "cuda" else to_host(array)
+
+
+def use_gpu(index: int) -> None:
+    """Make GPU number `index`, modulo those that there are, the current one of this process."""
+    import cupy
+
+    cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
 
 
 def synchronize(array: Array) -> None:

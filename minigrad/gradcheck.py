@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .backend import Array
+from .backend import Array, xp_of
 from .backward import backward_with_grad
 from .tensor import Tensor
 
@@ -32,29 +32,38 @@ def check_vjp(
         AssertionError: they differ; names the function, the argument and both numbers.
         TypeError: no argument is a float64 array, or one has another floating point dtype.
     """
-    arrays = [isinstance(x, np.ndarray) and x.dtype.kind == "f" for x in args]
-    if not any(arrays) or any(x.dtype != np.float64 for x, is_array in zip(args, arrays, strict=True) if is_array):
+    arrays = [
+        getattr(x, "dtype", None) is not None and x.dtype.kind == "f" and not isinstance(x, np.generic) for x in args
+    ]
+    floats = [x for x, is_array in zip(args, arrays, strict=True) if is_array]
+    if not floats or any(x.dtype != np.float64 for x in floats):
         raise TypeError("check_vjp differentiates float64 arrays, and needs at least one")
+    xp = xp_of(floats[0])
     generator = np.random.default_rng(seed)
+
+    def random(like: Any) -> Array:
+        return xp.asarray(generator.standard_normal(like.shape), like.dtype)
+
     tensors = [Tensor(x, requires_grad=True) if is_array else x for x, is_array in zip(args, arrays, strict=True)]
     y = function(*tensors, **kwargs)
-    cotangent = np.asarray(generator.standard_normal(y.shape), y.dtype)
+    cotangent = random(y)
     backward_with_grad(y, cotangent)
 
     def along(i: int, direction: Array, distance: float) -> float:
         moved = [Tensor(x.data + distance * direction) if j == i else x for j, x in enumerate(tensors)]
-        return float(np.vdot(cotangent, function(*moved, **kwargs).data))
+        return float(xp.vdot(cotangent, function(*moved, **kwargs).data))
 
     name = getattr(function, "__name__", repr(function))
     for i, x in enumerate(tensors):
         if not arrays[i]:
             continue
-        direction = generator.standard_normal(x.shape)
-        step = 1e-6 * max(1.0, float(np.abs(x.data).max(initial=0.0)))
+        direction = random(x)
+        step = 1e-6 * max(1.0, float(xp.abs(x.data).max()) if x.size else 0.0)
         numeric = (along(i, direction, step) - along(i, direction, -step)) / (2 * step)
-        analytic = float(np.vdot(x.grad, direction)) if x.grad is not None else 0.0
+        terms = direction * (0 if x.grad is None else x.grad)
+        analytic = float(terms.sum())
         # Both numbers are sums over x: measured against the size of their terms, or a cancelled sum would fail.
-        size = float(np.sqrt(np.sum(np.square((x.grad if x.grad is not None else 0) * direction)))) + 1e-3
+        size = float(xp.sqrt(xp.square(terms).sum())) + 1e-3
         if not abs(analytic - numeric) <= tolerance * max(size, abs(numeric)):
             raise AssertionError(
                 f"{name}: the gradient of argument {i} is wrong: vjp {analytic:.9g}, finite differences {numeric:.9g}"

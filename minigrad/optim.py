@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
+
 from .backend import Array, xp_of
 from .flat import FlatBuffer, FlatRange, check_not_reducing, zero_grad
 from .tensor import Parameter
@@ -90,9 +92,10 @@ class AdamW:
         rate, eps = lr / correction1 * correction2, self.eps * correction2
         keep = 1 - lr * self.weight_decay if decay else 1.0
         xp = xp_of(data)
-        scratch = xp.empty_like(data[:_BLOCK])
-        for start in range(0, data.size, _BLOCK):
-            part = slice(start, start + _BLOCK)
+        block = _BLOCK if xp is np else max(1, data.size)  # a GPU wants few, large kernels
+        scratch = xp.empty_like(data[:block])
+        for start in range(0, data.size, block):
+            part = slice(start, start + block)
             w, g, m, v = data[part], grad[part], state["m"][part], state["v"][part]
             t = scratch[: w.size]
             xp.subtract(g, m, t)

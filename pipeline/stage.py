@@ -48,18 +48,19 @@ class PipelineStage(Sequential):
         *,
         seed: int = 0,
         dtype: Any = np.float32,
+        device: str = "cpu",
     ) -> LocalStages:
         """Build this rank's stages of a model, one for each chunk of the schedule. Collective.
 
         Args:
             layers: the whole model as (name, factory); only this rank's factories are called.
             comm: the ranks of the pipeline.
-            seed, dtype: of the parameters; see `ParamGetter`.
+            seed, dtype, device: of the parameters; see `ParamGetter`.
         Raises:
             ValueError: there are more stages than layers.
         """
         num_stages = schedule.num_stages(comm.size)
-        param = ParamGetter(seed, dtype)
+        param = ParamGetter(seed, dtype, device)
         mine = [
             spec
             for spec in cut([name for name, _ in layers], num_stages)

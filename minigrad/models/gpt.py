@@ -104,7 +104,7 @@ def layers(config: GPTConfig) -> list[tuple[str, LayerFactory]]:
 class GPT(Sequential):
     """The whole model: token ids (B, T) -> logits (B, T, vocab_size)."""
 
-    def __init__(self, config: GPTConfig, *, seed: int = 0, dtype: Any = np.float32) -> None:
-        param = ParamGetter(seed, dtype)
+    def __init__(self, config: GPTConfig, *, seed: int = 0, dtype: Any = np.float32, device: str = "cpu") -> None:
+        param = ParamGetter(seed, dtype, device)
         super().__init__(factory(param) for _, factory in layers(config))
         self.config = config

@@ -42,6 +42,14 @@ def layers(widths: Sequence[int], *, dropout: float = 0.0) -> list[tuple[str, Ca
 class MLP(Sequential):
     """The whole model: (B, widths[0]) -> (B, widths[-1])."""
 
-    def __init__(self, widths: Sequence[int], *, dropout: float = 0.0, seed: int = 0, dtype: Any = np.float32) -> None:
-        param = ParamGetter(seed, dtype)
+    def __init__(
+        self,
+        widths: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+        dtype: Any = np.float32,
+        device: str = "cpu",
+    ) -> None:
+        param = ParamGetter(seed, dtype, device)
         super().__init__(factory(param) for _, factory in layers(widths, dropout=dropout))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array
+from ..backend import Array, place
 from ..rng import named_generator
 from ..tensor import Parameter
 
@@ -41,13 +41,14 @@ class ParamGetter:
 
     Args:
         seed: of the initial values.
-        dtype: of all parameters.
+        dtype, device: of all parameters; the values are the same on every device.
         prefix: put before every name; `param.at("fc")` is a getter for names under "fc.".
         made: every parameter so far, by full name, shared by all getters made with `at`.
     """
 
     seed: int = 0
     dtype: Any = np.float32
+    device: str = "cpu"
     prefix: str = ""
     made: dict[str, Parameter] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ class ParamGetter:
         full = self.prefix + name
         if full not in self.made:
             values = init(named_generator("init", self.seed, full), shape)
-            self.made[full] = Parameter(values.astype(self.dtype), full)
+            self.made[full] = Parameter(place(values.astype(self.dtype), self.device), full)
         parameter = self.made[full]
         if parameter.shape != tuple(shape):
             raise ValueError(f"parameter {full!r} has shape {parameter.shape}, but {tuple(shape)} was asked for")
