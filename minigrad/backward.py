@@ -34,6 +34,7 @@ from .tape import (
 from .tensor import Parameter, Tensor, changes
 from .watch import progressing
 
+Output = Tensor | Sequence[Tensor]
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
 
 
@@ -97,20 +98,20 @@ def backward_with_hooks(
     backward_with_grad(loss, hooks=(hooks or Hooks()) + Hooks(on_start, on_grad_ready, between_ops))
 
 
-def backward_with_grad(output: Tensor, grad: Any = None, *, hooks: Hooks | None = None) -> None:
+def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None = None) -> None:
     """Propagate `grad`, the cotangent of `output`, to every leaf that `output` depends on.
 
     Args:
-        output: any shape; without `grad` it must be a scalar.
-        grad: array or number of the output's shape and dtype; not changed. One by default.
+        output: any shape; without `grad` it must be a scalar. Or a sequence of tensors, walked as one tape.
+        grad: array or number of the output's shape and dtype; not changed. One by default. Of several outputs,
+            a sequence with one for each.
         hooks: see `Hooks`.
     """
-    g = _seed(output, grad)
-    root = _root(output)
+    root, g = _root(output, grad)
     _walk(collect(root), {root: g}, hooks or Hooks())
 
 
-def backward_input(output: Tensor, grad: Any = None, *, hooks: Hooks | None = None) -> DeferredGrads:
+def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = None) -> DeferredGrads:
     """Do the input half (B) of a backward: gradients of data leaves only.
 
     Args:
@@ -119,8 +120,7 @@ def backward_input(output: Tensor, grad: Any = None, *, hooks: Hooks | None = No
     Returns:
         What is left to do, for `backward_weight`.
     """
-    g = _seed(output, grad)
-    root = _root(output)
+    root, g = _root(output, grad)
     nodes = collect(root)
     if root.weight_side:
         return DeferredGrads(nodes, {root: g})
@@ -163,9 +163,11 @@ class DeferredGrads:
             self.cotangents[node] = g
 
 
-def reached_parameters(output: Tensor) -> list[Parameter]:
-    """Return the parameters that a backward from `output` will reach, each once."""
-    return list(_pending_uses(collect(_root(output)))) if output.requires_grad else []
+def reached_parameters(output: Output) -> list[Parameter]:
+    """Return the parameters that a backward from `output`, one or several, will reach, each once."""
+    outputs = (output,) if isinstance(output, Tensor) else output
+    nodes = dict.fromkeys(node for x in outputs if x.requires_grad for node in collect(_node(x)))
+    return list(_pending_uses(sorted(nodes, key=node_order, reverse=True)))
 
 
 def _seed(output: Tensor, grad: Any) -> Array:
@@ -186,7 +188,22 @@ def _seed(output: Tensor, grad: Any) -> Array:
     return g
 
 
-def _root(output: Tensor) -> Node:
+def _root(output: Output, grad: Any) -> tuple[Node, Array]:
+    """Return the node that a backward starts from, and its cotangent; several outputs get a node that joins them."""
+    if isinstance(output, Tensor):
+        return _node(output), _seed(output, grad)
+    if not output or grad is None or len(grad) != len(output):
+        raise ValueError(
+            f"backward of {len(output)} outputs needs as many grads, got {0 if grad is None else len(grad)}"
+        )
+    seeds = [_seed(x, g) for x, g in zip(output, grad, strict=True)]
+    weight_side = all(x.weight_side for x in output)
+    parents = tuple([x.node or x for x in output])
+    joined = Node("outputs", parents, tuple(_constant(g) for g in seeds), (), seeds[0].dtype, weight_side)
+    return joined, seeds[0]  # the cotangent of the joining node itself is never read
+
+
+def _node(output: Tensor) -> Node:
     """Return the node that made `output`; a leaf gets one that passes the cotangent on."""
     if output.node is not None:
         return output.node

@@ -500,3 +500,38 @@ def test_a_second_input_half_is_refused() -> None:
     mg.backward_input(loss)
     with pytest.raises(RuntimeError, match="this tape was already walked"):
         mg.backward_input(loss)
+
+
+# -- several outputs ----------------------------------------------------------------------
+
+
+def test_several_outputs_are_walked_as_one_tape() -> None:
+    def outputs() -> tuple[mg.Parameter, mg.Tensor, list[mg.Tensor]]:
+        w = mg.Parameter(np.array([2.0, 3.0]), "w")
+        x = mg.Tensor(np.array([0.5, -1.0]), requires_grad=True)
+        h = mg.tanh(x * w)
+        return w, x, [h, mg.sum(h * w), h, x]
+
+    cotangents = [np.array([1.0, 2.0]), 3.0, np.array([-0.5, 4.0]), np.array([7.0, 8.0])]
+    w, x, joined = outputs()
+    terms = [mg.sum(y * np.asarray(g)) for y, g in zip(joined, cotangents, strict=True)]
+    mg.backward(terms[0] + terms[1] + terms[2] + terms[3])
+    for halves in (False, True):
+        w2, x2, joined = outputs()
+        ready: list[str] = []
+        hooks = mg.Hooks(on_grad_ready=lambda p, ready=ready: ready.append(p.name))
+        assert mg.reached_parameters(joined) == [w2]
+        if halves:
+            mg.backward_weight(mg.backward_input(joined, cotangents), hooks=hooks)
+        else:
+            mg.backward_with_grad(joined, cotangents, hooks=hooks)
+        np.testing.assert_allclose(w2.grad, w.grad, rtol=1e-12)
+        np.testing.assert_allclose(x2.grad, x.grad, rtol=1e-12)
+        assert ready == ["w"]
+
+
+@pytest.mark.parametrize("grads", [None, [], [np.ones(2)], [np.ones(2)] * 3])
+def test_several_outputs_need_a_grad_each(grads: list[Array] | None) -> None:
+    x = mg.Tensor(np.ones(2), requires_grad=True)
+    with pytest.raises(ValueError, match="backward of 2 outputs needs as many grads, got"):
+        mg.backward_with_grad([x * 2, x * 3], grads)

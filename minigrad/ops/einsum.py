@@ -7,7 +7,7 @@ from typing import Any
 
 from ..backend import Array, xp_of
 from ..tape import op
-from .operands import fit, half_in_float32, in_floating_dtype
+from .operands import fit_one, half_in_float32, in_floating_dtype
 
 Vjp = Callable[[Array], Array]
 
@@ -44,7 +44,7 @@ def einsum(*operands: Array, subscripts: str) -> tuple[Array, tuple[Vjp, ...]]:
             dx = xp.broadcast_to(dx, [lengths[c] for c in mine])
             return dx if len(mine) == len(inputs[i]) else _on_diagonal(xp, dx, mine, inputs[i])
 
-        return fit(parts[i], y, vjp)
+        return fit_one(parts[i], vjp)
 
     return y, tuple(vjp_of(i) for i in range(len(parts)))
 

@@ -31,7 +31,7 @@ def add(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Add. d/da = 1, d/db = 1."""
     a, b = pair("add", a, b)
     y = a + b
-    return y, (fit(a, y, _pass_on), fit(b, y, _pass_on))
+    return y, fit(a, b, y, _pass_on, _pass_on)
 
 
 @op
@@ -39,7 +39,7 @@ def sub(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Subtract. d/da = 1, d/db = -1."""
     a, b = pair("sub", a, b)
     y = a - b
-    return y, (fit(a, y, _pass_on), fit(b, y, _negate))
+    return y, fit(a, b, y, _pass_on, _negate)
 
 
 @op
@@ -47,7 +47,7 @@ def mul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Multiply. d/da = b, d/db = a."""
     a, b = pair("mul", a, b)
     y = a * b
-    return y, (fit(a, y, lambda g: g * b), fit(b, y, lambda g: g * a))
+    return y, fit(a, b, y, lambda g: g * b, lambda g: g * a)
 
 
 @op
@@ -55,7 +55,7 @@ def div(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Divide: y = a / b. d/da = 1 / b, d/db = -y / b."""
     a, b = pair("div", a, b)
     y = a / b
-    return y, (fit(a, y, lambda g: g / b), fit(b, y, lambda g: -g * y / b))
+    return y, fit(a, b, y, lambda g: g / b, lambda g: -g * y / b)
 
 
 @op
@@ -70,9 +70,12 @@ def pow(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp | None]]:
     xp = xp_of(b)
     a = xp.asarray(a, b.dtype) if isinstance(a, (int, float)) else a
     y = a**b
-    return y, (
-        fit(a, y, lambda g: g * (b * a ** select(b == 0, 1, b - 1, b.dtype))),
-        fit(b, y, lambda g: g * (y * xp.log(select(a == 0, 1, a, a.dtype)))),
+    return y, fit(
+        a,
+        b,
+        y,
+        lambda g: g * (b * a ** select(b == 0, 1, b - 1, b.dtype)),
+        lambda g: g * (y * xp.log(select(a == 0, 1, a, a.dtype))),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..backend import Array, xp_of
 from ..tape import op
-from .operands import fit, in_floating_dtype, product, unbroadcast
+from .operands import fit, fit_one, in_floating_dtype, product, unbroadcast
 
 Vjp = Callable[[Array], Array]
 
@@ -41,7 +41,7 @@ def matmul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
             return product(_rows(left).T, _rows(g)).reshape(shape_b)
         return unbroadcast(product(left.swapaxes(-1, -2), g), shape_right).reshape(shape_b)
 
-    return y, (fit(a, y, vjp_a), fit(b, y, vjp_b))
+    return y, fit(a, b, y, vjp_a, vjp_b)
 
 
 @op
@@ -71,9 +71,9 @@ def linear(x: Array, w: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
         return product(xp_of(g).ones(len(rows_g), g.dtype), rows_g)  # a GEMV is faster than sum(0)
 
     return y, (
-        fit(x, y, lambda g: product(_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
-        fit(w, y, lambda g: product(rows.T, _rows(g))),
-        fit(b, y, vjp_b),
+        fit_one(x, lambda g: product(_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
+        fit_one(w, lambda g: product(rows.T, _rows(g))),
+        fit_one(b, vjp_b),
     )
 
 
@@ -93,4 +93,4 @@ def outer(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
         raise ValueError(f"outer: both operands must be 1-D, got {a.shape} and {b.shape}")
     a, b = in_floating_dtype(a, b)
     y = a[:, None] * b
-    return y, (fit(a, y, lambda g: product(g, b)), fit(b, y, lambda g: product(g.T, a)))
+    return y, fit(a, b, y, lambda g: product(g, b), lambda g: product(g.T, a))

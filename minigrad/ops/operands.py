@@ -31,7 +31,9 @@ def pair(name: str, a: Any, b: Any) -> tuple[Any, Any]:
         if dtype_b is None:
             return a, _beside(a, b)
         a, b = in_floating_dtype(a, b)
-    if dtype_a is not None and a.shape != b.shape:
+    elif dtype_a is None:
+        return np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
         check_broadcast(name, a, b)
     return a, b
 
@@ -56,13 +58,23 @@ def check_broadcast(name: str, a: Array, b: Array) -> None:
         raise ValueError(f"{name}: shapes must be equal or broadcast, got {a.shape} and {b.shape}")
 
 
-def fit(x: Any, y: Array, vjp: Vjp) -> Vjp:
-    """Return `vjp`, followed by what brings a gradient of the output y back to the shape and dtype of the operand x."""
-    if isinstance(x, (int, float)):
-        return vjp  # of a number, which nobody will ask for
+def fit(a: Any, b: Any, y: Array, vjp_a: Vjp, vjp_b: Vjp) -> tuple[Vjp, Vjp]:
+    """Return the vjps of two operands, made to end in the operand's own form.
+
+    That is a sum over the axes along which it was broadcast, and a cast to its dtype: nothing at all where shape and
+    dtype are those of the output y, as nearly always, and for a number, whose gradient nobody wants.
+    """
+    shape, dtype = y.shape, y.dtype
+    if getattr(a, "dtype", dtype) is not dtype or getattr(a, "shape", shape) != shape:
+        vjp_a = fit_one(a, vjp_a)
+    if getattr(b, "dtype", dtype) is not dtype or getattr(b, "shape", shape) != shape:
+        vjp_b = fit_one(b, vjp_b)
+    return vjp_a, vjp_b
+
+
+def fit_one(x: Array, vjp: Vjp) -> Vjp:
+    """Return `vjp`, followed by what brings a gradient to the shape and dtype of x."""
     shape, dtype = x.shape, x.dtype
-    if dtype is y.dtype and shape == y.shape:
-        return vjp
     return lambda g: unbroadcast(vjp(g), shape).astype(dtype, copy=False)
 
 

@@ -31,11 +31,8 @@ def where(condition: Array, a: Array, b: Array) -> tuple[Array, tuple[None, Vjp,
         if hasattr(x, "shape"):
             check_broadcast("where", condition, x)
     y = select(condition, a, b, np.result_type(a, b))
-    return y, (
-        None,
-        fit(a, y, lambda g: select(condition, g, 0, g.dtype)),
-        fit(b, y, lambda g: select(condition, 0, g, g.dtype)),
-    )
+    vjps = fit(a, b, y, lambda g: select(condition, g, 0, g.dtype), lambda g: select(condition, 0, g, g.dtype))
+    return y, (None, *vjps)
 
 
 @op
@@ -66,7 +63,7 @@ def _to_the_winner(a: Any, b: Any, y: Array, a_lost: Array, b_lost: Array) -> tu
     def vjp_of(lost: Array) -> Vjp:
         return lambda g: select(lost, 0, select(one_lost, g, g / 2, g.dtype), g.dtype)
 
-    return fit(a, y, vjp_of(a_lost)), fit(b, y, vjp_of(b_lost))
+    return fit(a, b, y, vjp_of(a_lost), vjp_of(b_lost))
 
 
 @op
