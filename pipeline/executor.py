@@ -18,7 +18,7 @@ import numpy as np
 
 from distributed.communicator import Communicator
 from minigrad import rng
-from minigrad.backend import Array
+from minigrad.backend import Array, xp_of
 from minigrad.backward import Hooks
 from minigrad.tape import no_grad
 from minigrad.tensor import Parameter, Tensor
@@ -29,7 +29,7 @@ from pipeline.opening import Batch, Opening, agree, agree_on_orders, open_step
 from pipeline.p2p import PointToPoint
 from pipeline.readiness import Readiness
 from pipeline.schedules import Schedule
-from pipeline.spec import Spec
+from pipeline.spec import Bundle, Spec
 from pipeline.stage import LocalStages
 
 LossFn = Callable[[Any, Array], Tensor]
@@ -81,7 +81,7 @@ class _Pass:
     keep_outputs: bool
     input_grads: bool
     trains: bool
-    made: dict[Action, Array] = field(default_factory=dict)
+    made: dict[Action, Bundle] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Array] = field(default_factory=dict)
     output_specs: dict[int, Spec] = field(default_factory=dict)
@@ -132,6 +132,7 @@ class PipelineExecutor:
             lambda stage: schedule.rank_of(stage, comm.size),
             num_stages=num_stages,
             num_microbatches=num_microbatches,
+            xp=xp_of(next((p.data for p in stages.parameters()), None)),
         )
 
         def program(kinds: Sequence[Kind]) -> list[Action]:
@@ -282,8 +283,7 @@ class PipelineExecutor:
                 case Kind.RECV_F | Kind.RECV_B:
                     self._p2p.post(action)
                 case Kind.SEND_F | Kind.SEND_B:
-                    if action in state.made:
-                        self._p2p.send(action, state.made.pop(action))
+                    self._p2p.send(action, state.made.pop(action))
                 case Kind.F:
                     self._run_forward(action, state)
                 case Kind.B | Kind.BW:
@@ -295,28 +295,28 @@ class PipelineExecutor:
 
     def _run_forward(self, action: Action, state: _Pass) -> None:
         stage_id, i = action.stage, action.microbatch
-        stage, is_last = self._stage[stage_id], stage_id == self._last_stage
+        is_last = stage_id == self._last_stage
         if stage_id == 0:
             assert state.opening.inputs is not None
-            x, wants_grad = state.opening.inputs[i], state.input_grads
+            x = Bundle((state.opening.inputs[i],), (state.input_grads,), False)
         else:
             x = self._arrived(Action(Kind.SEND_F, stage_id - 1, i), Action(Kind.RECV_F, stage_id, i), state)
-            wants_grad = Spec.of(x).is_float
+        finish = self._loss(i, state) if is_last else None
         with rng.offset(sum(state.opening.sizes[:i])):
-            output, reached = stage.forward(
-                i, x, input_grad=wants_grad, finish=self._loss(i, state) if is_last else None, keep_tape=state.trains
-            )
+            output, reached = self._stage[stage_id].forward(i, x, finish=finish, keep_tape=state.trains)
         state.readiness.forward_done(reached)
         if not is_last:
             state.made[Action(Kind.SEND_F, stage_id, i)] = output
 
-    def _loss(self, i: int, state: _Pass) -> Callable[[Tensor], Tensor]:
+    def _loss(self, i: int, state: _Pass) -> Callable[[Any], Tensor]:
         """Return what the last stage does with its output: note it, and go on to the loss where there is one."""
 
-        def finish(output: Tensor) -> Tensor:
-            state.output_specs[i] = Spec.of(output.data)
+        def finish(output: Any) -> Any:
             if state.keep_outputs:
-                state.outputs[i] = output.data
+                if not hasattr(output, "dtype"):
+                    raise TypeError(f"outputs are kept of one tensor only, got {type(output).__name__}")
+                state.outputs[i] = output.data if isinstance(output, Tensor) else output
+                state.output_specs[i] = Spec.of(state.outputs[i])
             if not state.has_loss:
                 return output
             assert self.loss_fn is not None
@@ -331,19 +331,19 @@ class PipelineExecutor:
         stage_id, i = action.stage, action.microbatch
         stage = self._stage[stage_id]
         if stage_id == self._last_stage:
-            cotangent = state.cotangents[i]
+            cotangents: Sequence[Any] = [state.cotangents[i]]
         else:
-            cotangent = self._arrived(Action(Kind.SEND_B, stage_id + 1, i), Action(Kind.RECV_B, stage_id, i), state)
-            if cotangent is not None:  # the output has arrived where this comes from: its send is complete
+            receive = Action(Kind.RECV_B, stage_id, i)
+            cotangents = self._arrived(Action(Kind.SEND_B, stage_id + 1, i), receive, state).arrays
+            if cotangents:  # the output has arrived where these come from: its send is complete
                 self._p2p.wait_sent(Action(Kind.SEND_F, stage_id, i))
         run = stage.backward if action.kind is Kind.BW else stage.backward_input
-        input_grad = run(i, cotangent, state.readiness.backward_hooks())
-        if stage_id == 0:
-            if input_grad is not None:
-                state.grads_of_input[i] = input_grad
-        elif input_grad is not None:
-            state.made[Action(Kind.SEND_B, stage_id, i)] = input_grad
+        input_grads = run(i, cotangents, state.readiness.backward_hooks())
+        if stage_id > 0:
+            state.made[Action(Kind.SEND_B, stage_id, i)] = Bundle(input_grads, (False,) * len(input_grads), True)
+        elif input_grads:
+            (state.grads_of_input[i],) = input_grads
 
-    def _arrived(self, made: Action, receive: Action, state: _Pass) -> Any:
-        """Return what the neighbouring stage made: handed over, or received; None where no gradient comes."""
-        return state.made.pop(made, None) if made.stage in self._stage else self._p2p.receive(receive)
+    def _arrived(self, made: Action, receive: Action, state: _Pass) -> Bundle:
+        """Return what the neighbouring stage made: handed over on this rank, or received."""
+        return state.made.pop(made) if made.stage in self._stage else self._p2p.receive(receive)

@@ -9,10 +9,12 @@ The executor starts each micro-batch's backward from that weight, and divides no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array
+from minigrad.backend import Array, xp_of
 
 
 def split(batch: Array, num_microbatches: int) -> list[Array]:
@@ -28,8 +30,8 @@ def split(batch: Array, num_microbatches: int) -> list[Array]:
             f"a batch needs at least one sample for each micro-batch, "
             f"got {len(batch)} samples and {num_microbatches} micro-batches"
         )
-    ends = np.cumsum(sizes(len(batch), num_microbatches))
-    return np.split(batch, ends[:-1])
+    ends = list(accumulate(sizes(len(batch), num_microbatches)))
+    return [batch[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def as_microbatches(x: Array | Sequence[Array], num_microbatches: int, name: str) -> list[Array]:
@@ -39,14 +41,18 @@ def as_microbatches(x: Array | Sequence[Array], num_microbatches: int, name: str
         ValueError: as `split`; or a list has another length, or an item without samples.
     """
     if not isinstance(x, (list, tuple)):
-        return split(np.asarray(x), num_microbatches)
-    parts = [np.asarray(part) for part in x]
+        return split(_as_array(x), num_microbatches)
+    parts = [_as_array(part) for part in x]
     if len(parts) != num_microbatches:
         raise ValueError(f"{name}: num_microbatches is {num_microbatches}, got a list of {len(parts)}")
     for i, part in enumerate(parts):
         if part.ndim == 0 or len(part) == 0:
             raise ValueError(f"{name}: micro-batch {i} needs a first axis of samples, got shape {part.shape}")
     return parts
+
+
+def _as_array(x: Any) -> Array:
+    return x if xp_of(x) is not np else np.asarray(x)
 
 
 def check_used_once(parts: Sequence[Array]) -> None:

@@ -1,26 +1,28 @@
 """Point to point between stages: what is posted, what is in flight, and how a receiver knows the shape.
 
-A message between two stages is an activation (F, forward) or the gradient of one (B, backward). Its receive can be
-posted early only if its shape and dtype are known. They are learned once for every boundary and micro-batch shape:
+What passes between two stages is activations (F, forward) or gradients of them (B, backward), one array or several. A
+receive can be posted early only if shapes and dtypes are known. They are learned once for every boundary and shape of
+a micro-batch:
 
     first step with a shape     header (dtype, shape), then the data
     later steps                 the data alone, into a receive that waits for it
 
 Both ends decide by what they knew when the step began, so they always agree: what a step teaches counts from the
 next one. A gradient has the shape of the activation that went the other way, so it never has a header; it
-travels if and only if the activation is floating point, whatever is frozen.
+travels if and only if the activation is floating point, whatever is frozen; a plain array in a tuple is data.
+Several arrays of one bundle share a tag: messages of one tag arrive in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from distributed.communicator import Communicator, Work
-from minigrad.backend import Array
 from pipeline.action import Action, Kind
-from pipeline.spec import SPEC_COLUMNS, Spec
+from pipeline.spec import BUNDLE_COLUMNS, Bundle, BundleSpec, Spec
 
 
 class PointToPoint:
@@ -30,12 +32,19 @@ class PointToPoint:
         comm: the ranks of the pipeline; nobody else sends on it.
         rank_of: stage -> rank.
         num_stages, num_microbatches: bound the tags.
+        xp: the module, numpy or cupy, of the arrays.
     Raises:
         ValueError: the tags would exceed what the communicator allows.
     """
 
     def __init__(
-        self, comm: Communicator, rank_of: Callable[[int], int], *, num_stages: int, num_microbatches: int
+        self,
+        comm: Communicator,
+        rank_of: Callable[[int], int],
+        *,
+        num_stages: int,
+        num_microbatches: int,
+        xp: Any = np,
     ) -> None:
         if 3 * num_stages * num_microbatches > comm.max_tag + 1:
             raise ValueError(
@@ -45,12 +54,14 @@ class PointToPoint:
         self.comm = comm
         self._rank_of = rank_of
         self._num_microbatches = num_microbatches
-        self._known: dict[tuple[int, Spec], Spec] = {}  # (receiving stage, micro-batch's input) -> what it receives
-        self._learned: dict[tuple[int, Spec], Spec] = {}
+        self._xp = xp
+        # (receiving stage, shape and dtype of the micro-batch's x) -> what the stage receives
+        self._known: dict[tuple[int, Spec], BundleSpec] = {}
+        self._learned: dict[tuple[int, Spec], BundleSpec] = {}
         self._inputs: Sequence[Spec] = ()  # of the micro-batches of this step
-        self._outputs: dict[tuple[int, int], Spec] = {}  # (stage, micro-batch) -> what it sent forward: what comes back
+        self._outputs: dict[tuple[int, int], BundleSpec] = {}  # (stage, micro-batch) -> what it sent forward
         self._headers: dict[Action, Work] = {}
-        self._posted: dict[Action, Work] = {}
+        self._posted: dict[Action, tuple[BundleSpec, list[Work]]] = {}
         self._sends: dict[Action, list[Work]] = {}
 
     def begin(self, inputs: Sequence[Spec]) -> None:
@@ -64,29 +75,27 @@ class PointToPoint:
         if spec is not None:
             self._post_data(receive, spec)
         elif receive.kind is Kind.RECV_F:
-            header = np.empty(SPEC_COLUMNS, np.int64)
+            header = np.empty(BUNDLE_COLUMNS, np.int64)
             self._headers[receive] = self.comm.irecv(header, source=self._peer(receive), tag=self._tag(receive, 2))
 
-    def receive(self, receive: Action) -> Array | None:
-        """Block until a posted message is there; None where no gradient comes because the activation was no float."""
+    def receive(self, receive: Action) -> Bundle:
+        """Block until a posted message is there. A bundle of gradients is empty where none comes back."""
         if receive in self._headers:
-            spec = Spec.decode(self._headers.pop(receive).wait())
+            spec = BundleSpec.decode(self._headers.pop(receive).wait())
             self._learned[receive.stage, self._inputs[receive.microbatch]] = spec
             self._post_data(receive, spec)
         elif receive not in self._posted:
             spec_now = self._expected(receive)
             assert spec_now is not None
             self._post_data(receive, spec_now)
-        work = self._posted.pop(receive)
-        return work.wait() if work is not _NOTHING else None
+        spec, works = self._posted.pop(receive)
+        return Bundle(tuple(work.wait() for work in works), spec.returns, spec.is_tuple)
 
-    def send(self, send: Action, array: Array) -> None:
-        """Start sending; the array is kept until the message is gone and must not be written to."""
-        array = np.asarray(array, order="C")  # np.ascontiguousarray would give a scalar an axis
-        spec = Spec.of(array)
+    def send(self, send: Action, bundle: Bundle) -> None:
+        """Start sending; the arrays are kept until the message is gone and must not be written to."""
         works = []
         if send.kind is Kind.SEND_F:
-            self._outputs[send.stage, send.microbatch] = spec
+            spec = self._outputs[send.stage, send.microbatch] = bundle.spec
             key = send.stage + 1, self._inputs[send.microbatch]
             before = self._known.get(key) or self._learned.get(key)
             if before not in (None, spec):
@@ -97,7 +106,9 @@ class PointToPoint:
             if key not in self._known:
                 self._learned[key] = spec
                 works.append(self.comm.isend(spec.encode(), dest=self._peer(send), tag=self._tag(send, 2)))
-        works.append(self.comm.isend(array, dest=self._peer(send), tag=self._tag(send)))
+        for array in bundle.arrays:
+            contiguous = array if array.flags.c_contiguous else array.copy(order="C")
+            works.append(self.comm.isend(contiguous, dest=self._peer(send), tag=self._tag(send)))
         # Sends of the same kind that are gone by now let their arrays go.
         self._sends = {a: w for a, w in self._sends.items() if a.kind is not send.kind or not _all_done(w)}
         self._sends[send] = works
@@ -121,18 +132,17 @@ class PointToPoint:
         self._known.update(self._learned)
         self._learned.clear()
 
-    def _expected(self, receive: Action) -> Spec | None:
+    def _expected(self, receive: Action) -> BundleSpec | None:
+        x = self._inputs[receive.microbatch]
         if receive.kind is Kind.RECV_F:
-            return self._known.get((receive.stage, self._inputs[receive.microbatch]))
-        known = self._known.get((receive.stage + 1, self._inputs[receive.microbatch]))
-        return known or self._outputs.get((receive.stage, receive.microbatch))
+            return self._known.get((receive.stage, x))
+        sent = self._known.get((receive.stage + 1, x)) or self._outputs.get((receive.stage, receive.microbatch))
+        return sent and sent.gradients
 
-    def _post_data(self, receive: Action, spec: Spec) -> None:
-        if receive.kind is Kind.RECV_B and not spec.is_float:
-            self._posted[receive] = _NOTHING
-            return
-        buffer = np.empty(spec.shape, spec.dtype)
-        self._posted[receive] = self.comm.irecv(buffer, source=self._peer(receive), tag=self._tag(receive))
+    def _post_data(self, receive: Action, spec: BundleSpec) -> None:
+        source, tag = self._peer(receive), self._tag(receive)
+        buffers = [self._xp.empty(part.shape, part.dtype) for part in spec.specs]
+        self._posted[receive] = spec, [self.comm.irecv(buffer, source=source, tag=tag) for buffer in buffers]
 
     def _peer(self, action: Action) -> int:
         towards = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
@@ -144,19 +154,6 @@ class PointToPoint:
         if lane is None:
             lane = 0 if action.kind in (Kind.SEND_F, Kind.RECV_F) else 1
         return ((action.stage + step) * self._num_microbatches + action.microbatch) * 3 + lane
-
-
-class _Nothing(Work):
-    """Stands for a message that is never sent."""
-
-    def wait(self) -> Array:
-        raise AssertionError("there is no message to wait for")
-
-    def test(self) -> bool:
-        return True
-
-
-_NOTHING = _Nothing()
 
 
 def _all_done(works: Sequence[Work]) -> bool:

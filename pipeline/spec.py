@@ -1,4 +1,4 @@
-"""Spec: shape and dtype of an array, as they travel in a header."""
+"""What crosses the boundary of two stages: one array or a tuple of arrays, and how it is described in a header."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from minigrad.backend import Array
 
 _MAX_AXES = 8
 _MAX_DTYPE_LETTERS = 8  # of its name, which travels as one integer
+_MAX_ARRAYS = 8
 SPEC_COLUMNS = 2 + _MAX_AXES
+BUNDLE_COLUMNS = 2 + _MAX_ARRAYS * (1 + SPEC_COLUMNS)
 
 
 class Spec(NamedTuple):
@@ -27,7 +29,7 @@ class Spec(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Whether gradients travel back."""
+        """Whether it can have a gradient."""
         return self.dtype.kind not in "iub"
 
     def __str__(self) -> str:
@@ -59,3 +61,61 @@ class Spec(NamedTuple):
         code, axes = int(row[0]), int(row[1])
         dtype = np.dtype(code.to_bytes(8, "big").lstrip(b"\0").decode())
         return Spec(tuple(int(n) for n in row[2 : 2 + axes]), dtype)
+
+
+class Bundle(NamedTuple):
+    """What a stage gives to the next one, or the gradients that come back.
+
+    Attributes:
+        arrays: one or several.
+        returns: for which of them a gradient comes back: floating point tensors, and a floating point array alone.
+        is_tuple: whether the layers see a tuple, or the one array itself.
+    """
+
+    arrays: tuple[Array, ...]
+    returns: tuple[bool, ...]
+    is_tuple: bool
+
+    @property
+    def spec(self) -> BundleSpec:
+        """Describe it."""
+        return BundleSpec(tuple(Spec.of(array) for array in self.arrays), self.returns, self.is_tuple)
+
+
+class BundleSpec(NamedTuple):
+    """Shapes, dtypes and kinds of a `Bundle`."""
+
+    specs: tuple[Spec, ...]
+    returns: tuple[bool, ...]
+    is_tuple: bool
+
+    @property
+    def gradients(self) -> BundleSpec:
+        """Describe what comes back."""
+        specs = tuple(spec for spec, comes_back in zip(self.specs, self.returns, strict=True) if comes_back)
+        return BundleSpec(specs, (False,) * len(specs), True)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.specs))
+
+    def encode(self) -> Array:
+        """Return (BUNDLE_COLUMNS,) int64.
+
+        Raises:
+            ValueError: there are too many arrays, or one of them cannot be described; see `Spec.encode`.
+        """
+        if len(self.specs) > _MAX_ARRAYS:
+            raise ValueError(f"a stage may give at most {_MAX_ARRAYS} arrays to the next, got {len(self.specs)}")
+        row = np.zeros(BUNDLE_COLUMNS, np.int64)
+        row[:2] = len(self.specs), self.is_tuple
+        table = row[2:].reshape(_MAX_ARRAYS, 1 + SPEC_COLUMNS)
+        for entry, spec, comes_back in zip(table, self.specs, self.returns, strict=False):
+            entry[0], entry[1:] = comes_back, spec.encode()
+        return row
+
+    @staticmethod
+    def decode(row: Array) -> BundleSpec:
+        """Read a description back from `encode`."""
+        table = row[2:].reshape(_MAX_ARRAYS, 1 + SPEC_COLUMNS)[: row[0]]
+        specs = tuple(Spec.decode(entry[1:]) for entry in table)
+        return BundleSpec(specs, tuple(bool(entry[0]) for entry in table), bool(row[1]))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from distributed.communicator import Communicator
-from minigrad.backend import Array
+from minigrad.backend import Array, xp_of
 from minigrad.backward import (
     DeferredGrads,
     Hooks,
@@ -21,7 +22,7 @@ from minigrad.nn import ParamGetter, Sequential
 from minigrad.tensor import Parameter, Tensor
 from pipeline.partition import StageSpec, cut
 from pipeline.schedules import Schedule
-from pipeline.spec import Spec
+from pipeline.spec import Bundle, Spec
 
 LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
 
@@ -37,7 +38,7 @@ class PipelineStage(Sequential):
     def __init__(self, spec: StageSpec, layers: Sequence[Callable[[Any], Any]]) -> None:
         super().__init__(layers)
         self.spec = spec
-        self._tapes: dict[int, tuple[Any, Tensor]] = {}  # micro-batch -> its input, and the end of its tape
+        self._tapes: dict[int, _Tape] = {}  # by micro-batch
         self._deferred: dict[int, DeferredGrads] = {}
 
     @staticmethod
@@ -118,58 +119,70 @@ class PipelineStage(Sequential):
     def forward(
         self,
         microbatch: int,
-        x: Array,
+        x: Bundle,
         *,
-        input_grad: bool,
-        finish: Callable[[Tensor], Tensor] | None = None,
+        finish: Callable[[Any], Tensor] | None = None,
         keep_tape: bool = True,
-    ) -> tuple[Array, list[Parameter]]:
+    ) -> tuple[Bundle, list[Parameter]]:
         """Run one micro-batch forward.
 
         Args:
-            x: the stage's input.
-            input_grad: whether the backward is to give the gradient of x.
+            x: the stage's input; `returns` says for which arrays the backward is to give the gradient.
             finish: on the last stage, from its output to what the backward starts from: the loss.
             keep_tape: whether a backward will follow.
         Returns:
             The output, and the parameters that the backward will reach.
         Raises:
-            TypeError: the last layer gave something else than one tensor or array.
+            TypeError: the last layer gave something else than tensors and arrays.
         """
         # A leaf only where a gradient comes back, so that ids reach an embedding as the plain integers they are.
-        leaf = Tensor(x, requires_grad=True) if input_grad else x
-        root = self(leaf)
-        if not isinstance(root, Tensor):
-            if not hasattr(root, "dtype"):
-                raise TypeError(f"stage {self.stage_id} must give one tensor or array, got {type(root).__name__}")
-            root = Tensor(root)
+        leaves = [
+            Tensor(array, requires_grad=True) if comes_back else array
+            for array, comes_back in zip(x.arrays, x.returns, strict=True)
+        ]
+        y = self(tuple(leaves) if x.is_tuple else leaves[0])
         if finish is not None:
-            root = finish(root)
-        output = root.data
+            y = finish(y)
+        is_tuple = isinstance(y, (tuple, list))
+        parts = tuple(y) if is_tuple else (y,)
+        for part in parts:
+            if not hasattr(part, "dtype"):
+                raise TypeError(f"stage {self.stage_id} must give tensors or arrays, got {type(part).__name__}")
+        if not is_tuple and not isinstance(y, Tensor):
+            parts = (Tensor(y),)  # alone it may be a tensor the next time; in a tuple a plain array is data
+        roots = [part for part in parts if isinstance(part, Tensor) and part.dtype.kind not in "iub"]
+        arrays = tuple(part.data if isinstance(part, Tensor) else part for part in parts)
+        output = Bundle(arrays, tuple(any(part is root for root in roots) for part in parts), is_tuple)
         if not keep_tape:
             return output, []
-        if root.node is not None:
-            root.drop_data()  # once sent, nobody needs it; what backward needs, the tape keeps
-        self._tapes[microbatch] = (leaf, root)
-        return output, reached_parameters(root)
+        kept = _Tape([leaf for leaf in leaves if isinstance(leaf, Tensor)], roots)
+        for root in kept.roots:
+            if root.node is not None:
+                root.drop_data()  # once sent, nobody needs it; what backward needs, the tape keeps
+        self._tapes[microbatch] = kept
+        return output, reached_parameters(kept.roots)
 
-    def backward(self, microbatch: int, cotangent: Any, hooks: Hooks) -> Array | None:
+    def backward(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> tuple[Array, ...]:
         """Run one micro-batch backward, both halves, and free its tape.
 
+        Args:
+            cotangents: of the outputs that gradients come back for.
         Returns:
-            The gradient of the stage's input, zeros where nothing came back; None if it was not asked for.
+            The gradients of the inputs that were to have one, zeros where nothing came back.
         """
-        leaf, root = self._tapes.pop(microbatch)
-        if root.requires_grad:
-            backward_with_grad(root, cotangent, hooks=hooks)
-        return _input_grad(leaf)
+        tape = self._tapes.pop(microbatch)
+        roots, grads = tape.start(cotangents)
+        if roots:
+            backward_with_grad(roots, grads, hooks=hooks)
+        return tape.input_grads()
 
-    def backward_input(self, microbatch: int, cotangent: Any, hooks: Hooks) -> Array | None:
+    def backward_input(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> tuple[Array, ...]:
         """Run the input half of a backward, and keep what the weight half needs."""
-        leaf, root = self._tapes.pop(microbatch)
-        if root.requires_grad:
-            self._deferred[microbatch] = backward_input(root, cotangent, hooks=hooks)
-        return _input_grad(leaf)
+        tape = self._tapes.pop(microbatch)
+        roots, grads = tape.start(cotangents)
+        if roots:
+            self._deferred[microbatch] = backward_input(roots, grads, hooks=hooks)
+        return tape.input_grads()
 
     def backward_weight(self, microbatch: int, hooks: Hooks) -> None:
         """Run the weight half of a backward."""
@@ -178,10 +191,20 @@ class PipelineStage(Sequential):
             backward_weight(deferred, hooks=hooks)
 
 
-def _input_grad(leaf: Any) -> Array | None:
-    if not isinstance(leaf, Tensor):
-        return None
-    return np.zeros_like(leaf.data) if leaf.grad is None else leaf.grad
+@dataclass(frozen=True)
+class _Tape:
+    """Both ends of one micro-batch's tape on one stage: the inputs that want a gradient, the outputs that get one."""
+
+    leaves: list[Tensor]
+    roots: list[Tensor]
+
+    def start(self, cotangents: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+        """Return where a backward starts: outputs that nothing trainable is behind get their cotangents in vain."""
+        pairs = [(root, g) for root, g in zip(self.roots, cotangents, strict=True) if root.requires_grad]
+        return [root for root, _ in pairs], [g for _, g in pairs]
+
+    def input_grads(self) -> tuple[Array, ...]:
+        return tuple(xp_of(leaf.data).zeros_like(leaf.data) if leaf.grad is None else leaf.grad for leaf in self.leaves)
 
 
 class LocalStages:

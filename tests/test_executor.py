@@ -375,3 +375,46 @@ def test_stages_in_any_place_and_backwards_in_two_halves(ranks, placement, halve
         assert sum(name == "start" for name, _ in events) == 1
 
     ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.point_to_point
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_masks_and_ids_cross_a_boundary_beside_the_activation(ranks, schedule):
+    """PiPPy#1029: what carries no gradient keeps its dtype, and exactly one array goes back for each micro-batch."""
+    mask, ids = np.array([[1, 0], [1, 1]], np.int32), np.array([[7, 8], [9, 10]])
+    extra = np.ones((2, 2))
+
+    def spread(h):
+        rows = slice(0, h.shape[0])
+        return h, mask[rows], ids[rows], extra[rows]
+
+    def keep(parts):
+        _, m, i, e = parts
+        assert (m.dtype, i.dtype, e.dtype) == (np.int32, np.int64, np.float64)
+        return parts
+
+    def used(parts):
+        return parts[0] * parts[1]
+
+    x = np.array([[1.0, 2.0], [3.0, 4.0]])
+    between = [apply(f"keep{i}", keep) for i in range(2 * ranks.size - 4)]
+    layers = [scale("w", 2.0), apply("spread", spread), *between, apply("use", used), scale("v", 3.0)]
+
+    def program(comm):
+        log = Log()
+
+        def loss_fn(y, _):
+            return mg.sum(y)
+
+        pipe = connect(RecordingCommunicator(comm, log), layers, schedule=schedule, loss_fn=loss_fn, num_microbatches=1)
+        for _ in range(3):
+            mg.flat.zero_grad(pipe.stages.parameters())
+            log.clear()
+            pipe.step(x, x)
+            back = [event for event in log.calls("isend") if event.tag % 3 == 1]
+            assert len(back) == (comm.rank > 0)
+        return {name: grad.item() for name, grad in grads_of(pipe).items()}
+
+    grads = {name: value for part in ranks.run(program) for name, value in part.items()}
+    assert grads == {"w": 24, "v": 16}

@@ -7,7 +7,7 @@ from recording import Log, RecordingCommunicator
 from distributed import SoloCommunicator
 from pipeline.action import Action, Kind
 from pipeline.p2p import PointToPoint
-from pipeline.spec import Spec
+from pipeline.spec import Bundle, Spec
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.point_to_point]
 
@@ -26,7 +26,7 @@ def exchange(p2p, arrays, *, posted_early=True, specs=None):
     numbers = range(len(arrays))
     if rank == 0:
         for i, array in enumerate(arrays):
-            p2p.send(Action(send, 0, i), array)
+            p2p.send(Action(send, 0, i), bundle(array))
     if posted_early:
         for i in numbers:
             p2p.post(Action(receive, rank, i))
@@ -35,10 +35,19 @@ def exchange(p2p, arrays, *, posted_early=True, specs=None):
         if not posted_early:
             p2p.post(Action(receive, rank, i))
         arrived.append(p2p.receive(Action(receive, rank, i)))
-        if rank == 1 and arrived[i].dtype.kind == "f":
-            p2p.send(Action(send, 1, i), 2 * arrived[i])
+        if rank == 1:
+            back = [
+                np.asarray(2 * array)
+                for array, wanted in zip(arrived[i].arrays, arrived[i].returns, strict=True)
+                if wanted
+            ]
+            p2p.send(Action(send, 1, i), Bundle(tuple(back), (False,) * len(back), True))
     p2p.finish()
-    return arrived
+    return [one.arrays[0] if one.arrays else None for one in arrived]
+
+
+def bundle(array):
+    return Bundle((array,), (array.dtype.kind == "f",), False)
 
 
 def connect(comm, num_microbatches, log=None):
@@ -140,7 +149,7 @@ def test_wait_sent_lets_the_array_go(ranks):
         p2p = connect(comm, 1, log)
         p2p.begin([ROW])
         if comm.rank == 0:
-            p2p.send(Action(Kind.SEND_F, 0, 0), np.ones(2))
+            p2p.send(Action(Kind.SEND_F, 0, 0), bundle(np.ones(2)))
             assert len(log.requests) == 2  # header and data
             p2p.wait_sent(Action(Kind.SEND_F, 0, 0))
             assert log.requests == {}
@@ -171,7 +180,7 @@ def test_a_receive_left_over_is_refused_at_the_end_of_a_step():
 def test_a_shape_that_depends_on_data_is_refused(in_one_step):
     p2p = solo()
     p2p.begin([ROW, ROW])
-    p2p.send(Action(Kind.SEND_F, 0, 0), np.ones(3))
+    p2p.send(Action(Kind.SEND_F, 0, 0), bundle(np.ones(3)))
     if not in_one_step:
         p2p.finish()
         p2p.begin([ROW, ROW])
@@ -180,7 +189,7 @@ def test_a_shape_that_depends_on_data_is_refused(in_one_step):
         "the output's shape and dtype may depend on the input's shape and dtype only"
     )
     with pytest.raises(RuntimeError, match=message):
-        p2p.send(Action(Kind.SEND_F, 0, 1), np.ones(4))
+        p2p.send(Action(Kind.SEND_F, 0, 1), bundle(np.ones(4)))
 
 
 def test_tags_are_bounded():
@@ -200,7 +209,7 @@ def test_every_message_has_a_tag_of_its_own_at_both_ends(num_stages, num_microba
         for i in range(num_microbatches):
             for kind, sender, receiver in [(Kind.SEND_F, stage, stage + 1), (Kind.SEND_B, stage + 1, stage)]:
                 log.clear()
-                p2p.send(Action(kind, sender, i), np.ones(2))
+                p2p.send(Action(kind, sender, i), bundle(np.ones(2)))
                 receive = Action(Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B, receiver, i)
                 p2p.post(receive)
                 p2p.receive(receive)

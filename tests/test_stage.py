@@ -13,6 +13,7 @@ from minigrad import Hooks
 from minigrad.models import gpt
 from minigrad.optim import grad_square_sum, scale_to_norm
 from pipeline import SCHEDULES, PipelineStage, Schedule, gpipe
+from pipeline.spec import Bundle
 
 LAYERS = [dense("a", 3, 4), dense("b", 4, 4), dense("c", 4, 2)]
 ONE = SCHEDULES["1f1b"]
@@ -21,6 +22,20 @@ ONE = SCHEDULES["1f1b"]
 def only_stage(layers):
     (stage,) = PipelineStage.of(layers, SoloCommunicator(), ONE, dtype=np.float64)
     return stage
+
+
+def forward(stage, x, *, input_grad, **kwargs):
+    """Run the forward of a single array."""
+    output, reached = stage.forward(0, Bundle((x,), (input_grad,), False), **kwargs)
+    (array,) = output.arrays
+    assert not output.is_tuple
+    return array, reached
+
+
+def backward(stage, *cotangents):
+    """Run the backward; return the gradient of the input, or None."""
+    input_grads = stage.backward(0, cotangents, Hooks())
+    return input_grads[0] if input_grads else None
 
 
 # Building
@@ -94,10 +109,10 @@ def test_more_stages_than_layers_are_refused_on_every_rank(ranks):
 def test_forward_and_backward_are_those_of_the_layers():
     x = np.linspace(-1, 1, 12).reshape(4, 3)
     stage = only_stage(LAYERS)
-    output, reached = stage.forward(0, x, input_grad=True)
+    output, reached = forward(stage, x, input_grad=True)
     assert stage.num_in_flight == 1
     assert {p.name for p in reached} == set(stage.named_parameters())
-    input_grad = stage.backward(0, np.full(output.shape, 1 / output.size), Hooks())
+    input_grad = backward(stage, np.full(output.shape, 1 / output.size))
     assert stage.num_in_flight == 0
 
     _, grads = gradients_in_one_process(LAYERS, [x], [None], mean)
@@ -112,10 +127,10 @@ def test_two_halves_are_the_whole_to_the_last_bit():
     x = np.linspace(-1, 1, 12).reshape(4, 3)
     whole, halves = only_stage(LAYERS), only_stage(LAYERS)
     for stage in (whole, halves):
-        output, _ = stage.forward(0, x, input_grad=True)
+        output, _ = forward(stage, x, input_grad=True)
     g = np.linspace(1, 2, output.size).reshape(output.shape)
-    wanted = whole.backward(0, g, Hooks())
-    got = halves.backward_input(0, g, Hooks())
+    wanted = backward(whole, g)
+    got = halves.backward_input(0, [g], Hooks())[0]
     assert all(p.grad is None for p in halves.parameters())
     halves.backward_weight(0, Hooks())
     np.testing.assert_array_equal(got, wanted, strict=True)
@@ -127,36 +142,36 @@ def test_the_weight_half_of_a_frozen_stage_is_nothing():
     stage = only_stage(LAYERS)
     for p in stage.parameters():
         p.requires_grad = False
-    output, reached = stage.forward(0, np.ones((2, 3)), input_grad=False)
+    output, reached = forward(stage, np.ones((2, 3)), input_grad=False)
     assert reached == []
-    assert stage.backward_input(0, np.ones_like(output), Hooks()) is None
+    assert stage.backward_input(0, [np.ones_like(output)], Hooks()) == ()
     stage.backward_weight(0, Hooks())
     assert stage.num_in_flight == 0
 
 
 def test_finish_is_where_the_backward_starts():
     stage = only_stage([scale("a", 3.0)])
-    output, _ = stage.forward(0, np.array([1.0, 2.0]), input_grad=False, finish=lambda y: (y * y).mean())
+    output, _ = forward(stage, np.array([1.0, 2.0]), input_grad=False, finish=lambda y: (y * y).mean())
     assert output == 22.5
-    stage.backward(0, 0.5, Hooks())
+    backward(stage, 0.5)
     np.testing.assert_allclose(stage.param_grads()["a"], 0.5 * 2 * 3 * 2.5)
 
 
 def test_a_stage_may_hand_its_input_on():
     stage = only_stage([apply("same", lambda x: x)])
     x = np.ones((2, 3))
-    output, reached = stage.forward(0, x, input_grad=True)
+    output, reached = forward(stage, x, input_grad=True)
     assert output is x
     assert reached == []
     g = np.full((2, 3), 5.0)
-    np.testing.assert_array_equal(stage.backward(0, g, Hooks()), g)
+    np.testing.assert_array_equal(backward(stage, g), g)
 
 
 def test_the_gradient_of_an_unused_input_is_zeros():
     stage = only_stage([scale("a", shape=(3,)), apply("drop", lambda x: mg.Tensor(np.ones((2, 3), np.float32)))])
-    output, _ = stage.forward(0, np.ones((2, 3)), input_grad=True)
+    output, _ = forward(stage, np.ones((2, 3)), input_grad=True)
     assert output.dtype == np.float32
-    input_grad = stage.backward(0, np.ones((2, 3), np.float32), Hooks())
+    input_grad = backward(stage, np.ones((2, 3), np.float32))
     np.testing.assert_array_equal(input_grad, np.zeros((2, 3)), strict=True)
     np.testing.assert_array_equal(stage.param_grads()["a"], np.zeros(3))
 
@@ -165,16 +180,41 @@ def test_integers_reach_the_layers_as_they_are():
     seen = []
     stage = only_stage([apply("look", lambda x: seen.append(x) or x)])
     ids = np.array([1, 2])
-    output, _ = stage.forward(0, ids, input_grad=False)
+    output, _ = forward(stage, ids, input_grad=False)
     assert seen[0] is ids
     assert output is ids
-    assert stage.backward(0, None, Hooks()) is None
+    assert backward(stage) is None
 
 
-def test_more_than_one_output_is_refused():
-    stage = only_stage([apply("pair", lambda x: (x, x))])
-    with pytest.raises(TypeError, match="stage 0 must give one tensor or array, got tuple"):
-        stage.forward(0, np.ones(2), input_grad=False)
+def test_a_tuple_crosses_a_boundary_and_gradients_come_back_for_its_floating_tensors():
+    mask, extra = np.array([1, 0], np.int32), np.array([0.5, 0.5])
+    stage = only_stage(
+        [scale("a", 3.0), apply("spread", lambda h: (h, mg.Tensor(mask), mask, extra, mg.Tensor(extra), h * h))]
+    )
+    output, reached = stage.forward(0, Bundle((np.array([1.0, 2.0]),), (True,), False))
+    assert output.is_tuple
+    assert output.returns == (True, False, False, False, True, True)
+    np.testing.assert_array_equal(output.arrays[5], [9, 36])
+    assert [p.name for p in reached] == ["a"]
+    # The constant tensor's gradient comes back too, since what is trainable behind it may change: in vain here.
+    (input_grad,) = stage.backward(0, [np.ones(2), np.ones(2), np.array([0.0, 10.0])], Hooks())
+    np.testing.assert_array_equal(input_grad, [3, 3 + 2 * 3 * 6 * 10])
+
+
+def test_layers_of_the_next_stage_see_the_tuple():
+    stage = only_stage([apply("use", lambda x: x[0] * x[1]), scale("a", 2.0)])
+    h, mask = np.array([1.0, 2.0]), np.array([1, 0], np.int32)
+    output, _ = stage.forward(0, Bundle((h, mask), (True, False), True))
+    np.testing.assert_array_equal(output.arrays[0], [2, 0])
+    (input_grad,) = stage.backward(0, [np.ones(2)], Hooks())
+    np.testing.assert_array_equal(input_grad, [2, 0])
+
+
+@pytest.mark.parametrize("wrong", [lambda x: None, lambda x: (x, "mask"), lambda x: [x, 3.0]])
+def test_something_else_than_tensors_and_arrays_is_refused(wrong):
+    stage = only_stage([apply("wrong", wrong)])
+    with pytest.raises(TypeError, match=r"stage 0 must give tensors or arrays, got (NoneType|str|float)"):
+        forward(stage, np.ones(2), input_grad=False)
 
 
 def test_the_output_is_free_once_it_is_sent_and_the_tape_once_it_is_walked():
@@ -188,12 +228,12 @@ def test_the_output_is_free_once_it_is_sent_and_the_tape_once_it_is_walked():
     stage = only_stage([scale("a"), apply("watch", watch)])
     gc.disable()
     try:
-        output, _ = stage.forward(0, np.ones(3), input_grad=False)
+        output, _ = forward(stage, np.ones(3), input_grad=False)
         assert alive[0]() is output
         del output
         assert alive[0]() is None  # while its tape waits for the backward
         assert stage.num_in_flight == 1
-        stage.backward(0, np.ones(3), Hooks())
+        backward(stage, np.ones(3))
     finally:
         gc.enable()
     np.testing.assert_array_equal(stage.param_grads()["a"], 3.0)
@@ -201,7 +241,7 @@ def test_the_output_is_free_once_it_is_sent_and_the_tape_once_it_is_walked():
 
 def test_without_a_tape_nothing_is_kept():
     stage = only_stage(LAYERS)
-    output, reached = stage.forward(0, np.ones((2, 3)), input_grad=False, keep_tape=False)
+    output, reached = forward(stage, np.ones((2, 3)), input_grad=False, keep_tape=False)
     assert output.shape == (2, 2)
     assert (reached, stage.num_in_flight) == ([], 0)
 
