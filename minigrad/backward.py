@@ -12,7 +12,7 @@ leaves each edge into a weight behind as a smaller node; `backward_weight` walks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -242,7 +242,7 @@ def _walk(
         g = cotangents.pop(node)
         if node.changes != changes.count:
             _check_unchanged(node)
-        if isinstance(node.vjps, Replay):
+        if type(node.vjps) is Replay:
             left += _replay(node, g, cotangents, pending, between_ops, deferred)
             continue
         edges = _take_edges(node, g, watch)
@@ -272,28 +272,28 @@ def _walk(
             between_ops()
 
 
-def _take_edges(node: Node, g: Array, watch: Watch | None) -> list[Edge]:
+def _take_edges(node: Node, g: Array, watch: Watch | None) -> Iterable[Edge]:
     """Take the edges off a node, which frees it; those of a joint vjp, run here, only hand their part over."""
     parents, vjps = node.parents, node.vjps
-    if parents is None or vjps is None:  # two weight halves can meet in a node, such as one w.T for two outputs
+    if parents is None:  # two weight halves can meet in a node, such as one w.T for two outputs
         raise RuntimeError(ALREADY_WALKED)
     node.parents = node.vjps = None
-    if isinstance(vjps, Joint):
+    if type(vjps) is Joint:
         contributions = vjps(g) if watch is None else watch.backward(node, vjps, g)
-        return [(parent, _constant(c)) for parent, c in zip(parents, contributions, strict=True)]
-    assert isinstance(vjps, tuple)
-    return list(zip(parents, vjps, strict=True))
+        vjps = tuple([_constant(c) for c in contributions])
+    return zip(parents, vjps, strict=True)  # type: ignore[arg-type]  # a Replay never comes here
 
 
 def _constant(c: Array) -> Vjp:
     return lambda _: c
 
 
-def _defer_weights(node: Node, edges: list[Edge], g: Array, deferred: DeferredGrads) -> list[Edge]:
+def _defer_weights(node: Node, edges: Iterable[Edge], g: Array, deferred: DeferredGrads) -> list[Edge]:
     """Leave the edges of `node` into weights to the weight half; return the other edges.
 
     The number stays, so that contributions arrive in the same order as in a whole backward.
     """
+    edges = list(edges)
     weight_edges = [edge for edge in edges if edge[0].weight_side]
     if weight_edges:
         rest = copy(node)
@@ -327,7 +327,7 @@ def _replay(
     assert output.node is not None
     nodes = collect(output.node, since=since)
     for inner in nodes:
-        inner.within = (*node.within, node.number)
+        inner.within = node_order(node)
     cotangents[output.node] = g
     if deferred is not None:
         for inner in nodes:

@@ -44,6 +44,31 @@ class FlatBuffer:
             p.move_to(self, start, data, grad)
             start = stop
 
+    def move_grad(self, storage: Array) -> None:
+        """Let the gradients live in `storage` from now on: memory that a communicator reduces fastest, say.
+
+        Values stay, and so does what counts as fresh. Whoever took `p.grad` before holds the old memory.
+
+        Args:
+            storage: (n,) contiguous, of the same dtype, used by nobody else.
+        Raises:
+            ValueError: `storage` has another shape or dtype, or is not contiguous.
+            RuntimeError: a gradient is being reduced over ranks.
+        """
+        found = (storage.shape, storage.dtype, storage.flags.c_contiguous)
+        if found != (self.grad.shape, self.grad.dtype, True):
+            raise ValueError(
+                f"move_grad needs contiguous memory of {self.grad.dtype}{list(self.grad.shape)}, "
+                f"got {storage.dtype}{list(storage.shape)} with strides {storage.strides}"
+            )
+        for p in self.params:
+            if p.grad_state is GradState.REDUCING:
+                p.refuse_grad("move_grad of")
+        storage[...] = self.grad
+        self.grad = storage
+        for p in self.params:
+            p.move_to(self, p.start, p.data, storage[p.start : p.stop].reshape(p.shape))
+
     @staticmethod
     def of(params: Iterable[Parameter]) -> list[FlatRange]:
         """Return the maximal contiguous ranges that hold exactly these parameters.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -26,11 +27,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .backend import Array, xp_of
-from .tensor import Tensor, changes
+from .tensor import Tensor, changes, made_by
 
 Vjp = Callable[[Array], Array]
 
 _node_numbers = itertools.count()
+_node_number = operator.attrgetter("number")
 ALREADY_WALKED = "this tape was already walked and its residuals are freed; run the forward again"
 
 
@@ -75,7 +77,7 @@ class Node:
         vjps: one per parent, or a Joint. None once walked.
         shape, dtype: of the output.
         weight_side: whether the output depends on parameters alone.
-        within: numbers of the recomputed nodes that this one is part of, outermost first.
+        within: numbers of the recomputed nodes that this one is part of, outermost first; None if of none.
         seen: what a watch remembers of it.
         changes: the count of in-place changes when it was recorded.
     """
@@ -102,6 +104,7 @@ class Node:
         shape: tuple[int, ...],
         dtype: Any,
         weight_side: bool | None,
+        seen: Seen | None = None,
     ) -> None:
         self.number = next(_node_numbers)
         self.name = name
@@ -110,8 +113,8 @@ class Node:
         self.shape = shape
         self.dtype = dtype
         self.weight_side = weight_side
-        self.within: tuple[int, ...] = ()
-        self.seen: Seen | None = None
+        self.within: tuple[int, ...] | None = None
+        self.seen = seen
         self.changes = changes.count
 
 
@@ -162,38 +165,36 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Tensor:
-        arrays = []
+        arrays: list[Any] = []
         wanted = []  # positions of the arguments that need a gradient
         weight_side: bool | None = None
-        for i, x in enumerate(args):
-            side: bool | None = None  # a number is neutral
+        for x in args:
             if isinstance(x, Tensor):
-                side = x.weight_side
                 if x.requires_grad:
-                    wanted.append(i)
-                x = x._data
+                    wanted.append(len(arrays))
+                arrays.append(x._data)
+                side = x.weight_side
+            elif isinstance(x, (int, float)):
+                arrays.append(x)
+                continue  # a number is neutral
             elif isinstance(x, np.generic):
-                x = x.item()  # a NumPy scalar would widen the result: float32 times float64 is float64
-            elif not isinstance(x, (int, float)):
-                x = x if hasattr(x, "dtype") else np.asarray(x)
+                arrays.append(x.item())  # a NumPy scalar would widen the result: float32 times float64 is float64
+                continue
+            else:
+                arrays.append(x if hasattr(x, "dtype") else np.asarray(x))
                 side = False
-            arrays.append(x)
-            if side is not None:
-                weight_side = side if weight_side is None else weight_side and side
-        mode = _mode.get()
+            if side is not None and weight_side is not False:
+                weight_side = side
+        recording, watch = _mode.get()
         seen = None
-        if mode.watch is None:
+        if watch is None:
             y, vjps = function(*arrays, **kwargs)
         else:
-            y, vjps, seen = mode.watch.forward(name, function, arrays, kwargs)
+            y, vjps, seen = watch.forward(name, function, arrays, kwargs)
         if type(y) is not np.ndarray and xp_of(y) is np:
             y = np.asarray(y)  # reductions give scalars
-        out = Tensor.__new__(Tensor)
-        out._data, out._grad, out._fresh, out.node, out.requires_grad = y, None, True, None, False
-        out.weight_side = weight_side
-        if wanted and mode.recording:
-            out.requires_grad = True
-            parents = tuple([args[i].node or args[i] for i in wanted])
+        node = None
+        if wanted and recording:
             if type(vjps) is Joint:
                 vjps.positions = tuple(wanted)
             else:
@@ -201,12 +202,13 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                     raise TypeError(
                         f"{name}: an op returns one vjp per array argument, got {len(vjps)} for {len(args)}"
                     )
-                vjps = tuple([vjps[i] for i in wanted])
+                if len(wanted) < len(args):
+                    vjps = tuple([vjps[i] for i in wanted])
                 if None in vjps:
                     raise TypeError(f"{name}: argument {wanted[vjps.index(None)]} has no derivative but requires grad")
-            out.node = Node(name, parents, vjps, y.shape, y.dtype, weight_side)
-            out.node.seen = seen
-        return out
+            parents = tuple([args[i].node or args[i] for i in wanted])
+            node = Node(name, parents, vjps, y.shape, y.dtype, weight_side, seen)
+        return made_by(node, y, weight_side)
 
     return apply
 
@@ -258,7 +260,7 @@ def next_node_number() -> int:
 
 def node_order(node: Node) -> tuple[int, ...]:
     """Sort key: nodes in the order in which a forward without recomputation would have recorded them."""
-    return (*node.within, node.number)
+    return (*(node.within or ()), node.number)
 
 
 def collect(root: Node, *, since: int = -1) -> list[Node]:
@@ -273,7 +275,7 @@ def collect(root: Node, *, since: int = -1) -> list[Node]:
             if type(parent) is Node and parent not in seen and parent.number >= since:
                 seen.add(parent)
                 stack.append(parent)
-    return sorted(seen, key=node_order, reverse=True)
+    return sorted(seen, key=_node_number, reverse=True)
 
 
 def kept_arrays(held: Any) -> Iterator[Array]:

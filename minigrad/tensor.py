@@ -215,6 +215,18 @@ class Tensor:
         def T(self) -> Tensor: ...
 
 
+def made_by(node: Node | None, data: Array, weight_side: bool | None) -> Tensor:
+    """Return the output of an op: `Tensor(data)` without its checks, on the tape if there is a node."""
+    tensor = Tensor.__new__(Tensor)
+    tensor._data = data
+    tensor._grad = None
+    tensor._fresh = True
+    tensor.node = node
+    tensor.requires_grad = node is not None
+    tensor.weight_side = weight_side
+    return tensor
+
+
 class GradState(Enum):
     """What a parameter's gradient is: this rank's own, on its way to the other ranks, or reduced over them."""
 
