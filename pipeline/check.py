@@ -7,7 +7,7 @@ This is about the order of compute alone; whether messages can block each other 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 
 from pipeline.action import Action, Kind, Placement, ScheduleError
@@ -17,10 +17,17 @@ from pipeline.simulate import walk
 _NAMES = {Kind.F: "F", Kind.B: "B or BW", Kind.W: "W or BW"}
 
 
-def validate(orders: Sequence[Sequence[Action]], *, num_stages: int, num_microbatches: int, rank_of: Placement) -> None:
-    """Refuse orders that are not a training step.
+def validate(
+    orders: Sequence[Sequence[Action]],
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    rank_of: Placement,
+    trains: bool = True,
+) -> None:
+    """Refuse orders that are not a training step, or an evaluation where `trains` is false.
 
-    - Every stage runs F, then B, then W of every micro-batch, each once; BW counts as B and W.
+    - Every stage runs F, then B, then W of every micro-batch, each once; BW counts as B and W. An evaluation: F only.
     - An action is in the order of the rank that owns its stage.
     - All ranks reach the end, when each action waits for what it needs.
 
@@ -30,7 +37,9 @@ def validate(orders: Sequence[Sequence[Action]], *, num_stages: int, num_microba
     try:
         _check_placement(rank_of, num_stages, len(orders))
         done = _check_cells(orders, num_stages, num_microbatches, rank_of)
-        _check_complete(orders, done, num_stages, num_microbatches, rank_of)
+        if not trains:
+            _check_forward_only(orders)
+        _check_complete(orders, done, num_stages, num_microbatches, rank_of, _NAMES if trains else [Kind.F])
         deque(walk(orders, num_stages), maxlen=0)  # to its end, for its error
     except ScheduleError as fault:
         raise ScheduleError(f"{fault}\n{draw_order(orders, fault.cells)}", fault.cells) from None
@@ -76,14 +85,22 @@ def _check_cells(
     return done
 
 
+def _check_forward_only(orders: Sequence[Sequence[Action]]) -> None:
+    for rank, order in enumerate(orders):
+        for index, action in enumerate(order):
+            if action.kind is not Kind.F:
+                raise ScheduleError(f"an evaluation holds F only, got {action} on rank {rank}", [(rank, index)])
+
+
 def _check_complete(
     orders: Sequence[Sequence[Action]],
     done: Collection[Action],
     num_stages: int,
     num_microbatches: int,
     rank_of: Placement,
+    kinds: Iterable[Kind],
 ) -> None:
-    for stage, microbatch, kind in product(range(num_stages), range(num_microbatches), _NAMES):
+    for stage, microbatch, kind in product(range(num_stages), range(num_microbatches), kinds):
         if Action(kind, stage, microbatch) not in done:
             rank = rank_of(stage, len(orders))
             raise ScheduleError(

@@ -43,7 +43,7 @@ def draw(timeline: Timeline) -> str:
     return _with_rank_numbers(lines)
 
 
-def draw_order(orders: Sequence[Sequence[Action]], mark: Collection[tuple[int, int]] = ()) -> str:
+def draw_order(orders: Sequence[Sequence[Action | str]], mark: Collection[tuple[int, int]] = ()) -> str:
     """Draw the orders as written, the cells (rank, index) of `mark` in brackets.
 
         rank 0  0F0   0F1   0BW0  0BW1

@@ -24,6 +24,7 @@ from minigrad.tape import no_grad
 from minigrad.tensor import Parameter, Tensor
 from pipeline import microbatch
 from pipeline.action import Action, Kind
+from pipeline.deadlock import prove
 from pipeline.lower import lower
 from pipeline.opening import Batch, Opening, agree, agree_on_orders, open_step
 from pipeline.p2p import PointToPoint
@@ -137,7 +138,9 @@ class PipelineExecutor:
 
         def program(kinds: Sequence[Kind]) -> list[Action]:
             kept = [[action for action in order if action.kind in kinds] for order in orders]
-            return lower(kept, rank_of=schedule.rank_of, num_stages=num_stages)[comm.rank]
+            programs = lower(kept, rank_of=schedule.rank_of, num_stages=num_stages)
+            prove(programs, rank_of=schedule.rank_of, num_stages=num_stages)
+            return programs[comm.rank]
 
         self._training = program(list(Kind))
         self._forwards = program([Kind.F])

@@ -1,14 +1,20 @@
 """How a list of layers is cut into stages.
 
-A partition decides where the cuts are; a StageSpec says what one stage got. Whoever builds a stage reads only the
-spec, so another way to cut (by parameters, by measured time) is another function that returns specs.
+A partition decides where the cuts are; a StageSpec says what one stage got, and whoever builds a stage reads only
+that. Each way to cut is a function that returns specs:
+
+    cut                  blocks of equal count, embedding and head on top of the first and the last
+    cut_by_sizes         as many layers a stage as you say
+    cut_by_weights       the best cut for a weight of every layer: its parameters, or its measured time
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 EMBEDDING = "embed"
 LM_HEAD = "head"
@@ -81,20 +87,97 @@ def cut(names: Sequence[str], num_stages: int) -> list[StageSpec]:
     Raises:
         ValueError: as `partition_by_count`, of the blocks.
     """
-    has_embedding = len(names) > 0 and names[0] == EMBEDDING
-    has_lm_head = len(names) > 0 and names[-1] == LM_HEAD
-    first_block = int(has_embedding)
-    last = num_stages - 1
+    has_embedding, has_lm_head = _ends(names)
+    sizes = [stop - start for start, stop in partition_by_count(len(names) - has_embedding - has_lm_head, num_stages)]
+    sizes[0] += has_embedding
+    sizes[-1] += has_lm_head
+    return cut_by_sizes(names, sizes)
+
+
+def cut_by_sizes(names: Sequence[str], sizes: Sequence[int]) -> list[StageSpec]:
+    """Cut a model into stages of so many layers each, embedding and head counted.
+
+    Raises:
+        ValueError: a size is below 1, or they do not add up to the number of layers.
+    """
+    if not sizes or min(sizes) < 1 or sum(sizes) != len(names):
+        raise ValueError(f"sizes must be at least 1 and add up to {len(names)} layers, got {list(sizes)}")
+    has_embedding, has_lm_head = _ends(names)
+    num_blocks = len(names) - has_embedding - has_lm_head
+
+    def block(layer: int) -> int:
+        return min(max(layer - has_embedding, 0), num_blocks)
+
     return [
         StageSpec(
             stage_id=stage,
-            num_stages=num_stages,
-            layer_start=first_block + start if stage > 0 else 0,
-            layer_stop=first_block + stop if stage < last else len(names),
-            block_start=start,
-            block_end=stop,
+            num_stages=len(sizes),
+            layer_start=start,
+            layer_stop=stop,
+            block_start=block(start),
+            block_end=block(stop),
             has_embedding=has_embedding and stage == 0,
-            has_lm_head=has_lm_head and stage == last,
+            has_lm_head=has_lm_head and stage == len(sizes) - 1,
         )
-        for stage, (start, stop) in enumerate(partition_by_count(len(names) - has_embedding - has_lm_head, num_stages))
+        for stage, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0)))
     ]
+
+
+def cut_by_weights(names: Sequence[str], weights: Sequence[float], num_stages: int) -> list[StageSpec]:
+    """Cut a model so that the heaviest stage is as light as can be.
+
+    Of the cuts with that heaviest stage it takes the most even one: the least sum of squares.
+
+    Args:
+        weights: of every layer, embedding and head too: its number of parameters, or the time it takes.
+    Raises:
+        ValueError: there is not one weight a layer, a weight is negative or not finite, or a stage would be empty.
+    Cost: num_stages * layers ** 2 steps.
+    """
+    if len(weights) != len(names):
+        raise ValueError(f"every layer needs one weight, got {len(weights)} weights and {len(names)} layers")
+    if not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights must be at least 0 and finite, got {list(weights)}")
+    partition_by_count(len(names), num_stages)  # for its errors
+    total = list(accumulate(weights, initial=0))
+    heaviest, _ = _best_cut(total, num_stages, max, lambda weight: weight)
+
+    def square(weight: float) -> float:
+        return weight * weight if weight <= heaviest else math.inf
+
+    _, stops = _best_cut(total, num_stages, operator.add, square)
+    return cut_by_sizes(names, [stop - start for start, stop in pairwise([0, *stops])])
+
+
+def _best_cut(
+    total: Sequence[float],
+    num_stages: int,
+    combine: Callable[[float, float], float],
+    cost: Callable[[float], float],
+) -> tuple[float, list[int]]:
+    """Return the least combined cost of contiguous stages, and where each stops.
+
+    Dynamic programming over stages: the best cut of the first n layers into k stages goes on from that of the first
+    start layers into k - 1.
+
+    Args:
+        total: total[n] is the weight of the first n layers.
+    """
+    num_layers = len(total) - 1
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # layers so far -> cost, stops
+    for stage in range(num_stages):
+        stops = range(stage + 1, num_layers - (num_stages - stage - 1) + 1)  # every stage after this needs a layer
+        best = {
+            stop: min(
+                (combine(before, cost(total[stop] - total[start])), [*cuts, stop])
+                for start, (before, cuts) in best.items()
+                if start < stop
+            )
+            for stop in stops
+        }
+    return best[num_layers]
+
+
+def _ends(names: Sequence[str]) -> tuple[bool, bool]:
+    """Tell whether a model begins with an embedding and ends with a head."""
+    return len(names) > 0 and names[0] == EMBEDDING, len(names) > 0 and names[-1] == LM_HEAD

@@ -1,7 +1,4 @@
-"""The order in which each rank computes, as pure functions.
-
-An order lists compute only. Idle time is never written (the simulator finds it), nor is communication
-(`lower` adds it), so a schedule can be read, drawn and checked without a process.
+"""Schedules by name: an order, how many stages a rank owns, and which.
 
 To add one: write its order, then a row in SCHEDULES, a drawn grid and its bubble formula in the tests.
 """
@@ -10,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from pipeline.action import BW, Action, F, Placement
+from pipeline.action import Action, Placement
+from pipeline.interleaved import interleaved_1f1b_order, looped_bfs_order
+from pipeline.orders import forward_only, gpipe, one_f_one_b
+from pipeline.zero_bubble import zbv, zero_bubble_h1, zero_bubble_h2
 
 Order = Callable[[int, int, int], list[Action]]
 """`order(rank, num_ranks, num_microbatches)`: the compute actions of one rank."""
@@ -22,14 +23,26 @@ def round_robin(stage: int, num_ranks: int) -> int:
     return stage % num_ranks
 
 
+def v_shape(stage: int, num_ranks: int) -> int:
+    """Place two stages a rank, down the ranks and up again, so that the last stage is with the first."""
+    return min(stage, 2 * num_ranks - 1 - stage)
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """An order, the number of stages a rank owns, and which ones they are."""
+    """An order, the number of stages a rank owns, and which ones they are.
+
+    Attributes:
+        trains: whether the order has backwards.
+        sizes: the one (num_ranks, num_microbatches) that it is written for; None where any will do.
+    """
 
     name: str
     order: Order
     num_chunks: int = 1
     rank_of: Placement = round_robin
+    trains: bool = True
+    sizes: tuple[int, int] | None = None
 
     def num_stages(self, num_ranks: int) -> int:
         """Return how many stages the model is cut into."""
@@ -51,45 +64,53 @@ class Schedule:
         """Return the order of every rank.
 
         Raises:
-            ValueError: a count is below 1.
+            ValueError: a count is below 1, or the schedule does not allow these sizes.
         """
         for what, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
             if count < 1:
                 raise ValueError(f"{what} must be at least 1, got {count}")
+        if self.sizes not in (None, (num_ranks, num_microbatches)):
+            raise ValueError(
+                f"{self.name} is written for {self.sizes[0]} ranks and {self.sizes[1]} micro-batches, "
+                f"got {num_ranks} and {num_microbatches}"
+            )
         return [self.order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
 
 
-def gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Order all forwards, then all backwards.
+def interleaved_1f1b(num_chunks: int) -> Schedule:
+    """Return interleaved 1F1B with so many stages a rank.
 
-        rank 0 |F0|F1|F2|F3|        |B0   |B1   |B2   |B3   |
-        rank 1    |F0|F1|F2|F3|B0   |B1   |B2   |B3   |
-
-    The paper draws the backwards newest micro-batch first. Oldest first has the same bubble and the same peak (all
-    micro-batches are alive when the first backward starts), and sums the gradients in the same order as 1F1B,
-    so that the two train alike to the last bit.
-
-    Bubble: (P - 1) / M of the ideal time. Peak: M micro-batches on every rank.
-    Source: Huang et al. 2019 (arXiv 1811.06965).
+    Raises:
+        ValueError: num_chunks is below 2.
     """
-    forwards = [F(rank, i) for i in range(num_microbatches)]
-    return forwards + [BW(rank, i) for i in range(num_microbatches)]
+    if num_chunks < 2:
+        raise ValueError(f"interleaved 1F1B needs num_chunks of at least 2, got {num_chunks}; 1f1b has one")
+    return Schedule("interleaved_1f1b", partial(interleaved_1f1b_order, num_chunks=num_chunks), num_chunks)
 
 
-def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Order one forward, one backward in turn, as soon as the first backward can run.
+def looped_bfs(num_chunks: int) -> Schedule:
+    """Return looped breadth-first with so many stages a rank.
 
-        rank 0 |F0|F1|     |B0   |F2|B1   |F3|B2   |  |B3   |
-        rank 1    |F0|B0   |F1|B1   |F2|B2   |F3|B3   |
-
-    Bubble: (P - 1) / M of the ideal time, as GPipe. Peak: min(M, P - rank) micro-batches.
-    Source: Narayanan et al. 2021 (arXiv 2104.04473), the non-interleaved schedule with flushes.
+    Raises:
+        ValueError: num_chunks is below 2.
     """
-    warmup = min(num_ranks - rank - 1, num_microbatches)
-    order = [F(rank, i) for i in range(warmup)]  # warmup
-    for i in range(num_microbatches - warmup):  # steady
-        order += [F(rank, warmup + i), BW(rank, i)]
-    return order + [BW(rank, i) for i in range(num_microbatches - warmup, num_microbatches)]  # cooldown
+    if num_chunks < 2:
+        raise ValueError(f"looped BFS needs num_chunks of at least 2, got {num_chunks}; gpipe has one")
+    return Schedule("looped_bfs", partial(looped_bfs_order, num_chunks=num_chunks), num_chunks)
 
 
-SCHEDULES = {schedule.name: schedule for schedule in (Schedule("gpipe", gpipe), Schedule("1f1b", one_f_one_b))}
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", gpipe),
+        Schedule("1f1b", one_f_one_b),
+        interleaved_1f1b(2),
+        looped_bfs(2),
+        Schedule("zero_bubble_h1", zero_bubble_h1),
+        Schedule("zero_bubble_h2", zero_bubble_h2),
+        Schedule("zbv", zbv, num_chunks=2, rank_of=v_shape),
+    )
+}
+"""What a training step can run by; forward_only, below, is for evaluation."""
+
+FORWARD_ONLY = Schedule("forward_only", forward_only, trains=False)

@@ -1,7 +1,8 @@
 """When each action of a schedule runs, and what it costs in time and memory.
 
 The model of a machine: a rank runs its order one action at a time; an action starts when its rank is free and its
-inputs have arrived; what comes from another rank arrives `latency` after it was made; a send never blocks.
+inputs have arrived; what comes from another rank arrives `latency` and its transfer time after it was made; a send
+never blocks, and messages do not slow each other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from pipeline.action import Action, Kind, ScheduleError
 
 Time = float | Sequence[float]
-"""One time for every stage, or one for each."""
+"""One number for every stage, or one for each."""
 
 
 class Timed(NamedTuple):
@@ -86,9 +87,10 @@ class Timeline:
     def peak_microbatches(self) -> list[int]:
         """Per rank, the most micro-batches in flight: F has run, B or BW has not.
 
-        A rank with several stages counts a micro-batch once for each stage that holds it.
+        A rank with several stages counts a micro-batch once for each stage that holds it. A forward that no backward
+        follows, as in evaluation, keeps nothing.
         """
-        return [_peak(row) for row in self.rows]
+        return [round(_peak(row)) for row in self.rows]
 
     @property
     def peak_microbatches_per_stage(self) -> list[int]:
@@ -97,16 +99,25 @@ class Timeline:
         for row in self.rows:
             for timed in row:
                 rows.setdefault(timed.action.stage, []).append(timed)
-        return [_peak(rows[stage]) for stage in sorted(rows)]
+        return [round(_peak(rows[stage])) for stage in sorted(rows)]
+
+    def peak_memory(self, activations: float, deferred: float) -> list[float]:
+        """Return the most that each rank holds at a time.
+
+        Args:
+            activations: what one micro-batch keeps on one stage from F to B.
+            deferred: what it keeps from B to W; a full backward keeps nothing.
+        """
+        return [_peak(row, activations, deferred) for row in self.rows]
 
 
-def _peak(row: Sequence[Timed]) -> int:
-    held = peak = 0
-    for action, _, _ in row:
-        if action.kind is Kind.F:
-            held += 1
-        elif action.kind in (Kind.B, Kind.BW):
-            held -= 1
+def _peak(row: Sequence[Timed], activations: float = 1, deferred: float = 0) -> float:
+    change = {Kind.F: activations, Kind.B: deferred - activations, Kind.W: -deferred}
+    parts_of = [action.parts for action, _, _ in row]
+    with_backward = {(part.stage, part.microbatch) for parts in parts_of for part in parts if part.kind is Kind.B}
+    held = peak = 0.0
+    for parts in parts_of:
+        held += sum(change[part.kind] for part in parts if (part.stage, part.microbatch) in with_backward)
         peak = max(peak, held)
     return peak
 
@@ -147,15 +158,21 @@ def simulate(
     backward_input: Time = 1.0,
     backward_weight: Time = 1.0,
     latency: float = 0.0,
+    message_bytes: Time = 0.0,
+    bandwidth: float = math.inf,
 ) -> Timeline:
     """Run the orders against a clock.
 
     Args:
         orders: per rank, compute actions that `validate` accepts.
         forward, backward_input, backward_weight: time of F, B and W; BW takes B + W.
-        latency: time from the end of an action until another rank has its result.
+        latency: time from the end of an action until another rank has the first byte of its result.
+        message_bytes: size of an activation, and of its gradient: one for every boundary between two stages,
+            or one for each, that behind stage 0 first.
+        bandwidth: bytes that reach another rank in one unit of time.
     Raises:
-        ValueError: a time is not positive or not one a stage, latency is negative, a rank has nothing to do.
+        ValueError: a time is not positive or not one a stage, latency or a size is negative, bandwidth is not
+            positive, a rank has nothing to do.
         ScheduleError: the orders cannot be run to their end.
     """
     for rank, order in enumerate(orders):
@@ -163,28 +180,35 @@ def simulate(
             raise ValueError(f"every rank needs at least one action, got none on rank {rank}")
     if not 0 <= latency < math.inf:
         raise ValueError(f"latency must be at least 0 and finite, got {latency}")
+    if not bandwidth > 0:
+        raise ValueError(f"bandwidth must be positive, got {bandwidth}")
     times = {
-        Kind.F: _per_stage("forward", forward, num_stages),
-        Kind.B: _per_stage("backward_input", backward_input, num_stages),
-        Kind.W: _per_stage("backward_weight", backward_weight, num_stages),
+        kind: _each(name, time, num_stages, "stages", zero=False)
+        for kind, name, time in (
+            (Kind.F, "forward", forward),
+            (Kind.B, "backward_input", backward_input),
+            (Kind.W, "backward_weight", backward_weight),
+        )
     }
+    sizes = _each("message_bytes", message_bytes, num_stages - 1, "boundaries", zero=True)
+    transfer = [latency + size / bandwidth for size in sizes]
     rows: list[list[Timed]] = [[] for _ in orders]
     made: dict[Action, tuple[int, float]] = {}  # what is done: on which rank, when
     for rank, action in walk(orders, num_stages):
         start = rows[rank][-1].end if rows[rank] else 0.0
         for need in action.needs(num_stages):
             maker, end = made[need]
-            start = max(start, end if maker == rank else end + latency)
+            start = max(start, end if maker == rank else end + transfer[min(need.stage, action.stage)])
         end = start + sum(times[part.kind][action.stage] for part in action.parts)
         rows[rank].append(Timed(action, start, end))
         made.update(dict.fromkeys(action.parts, (rank, end)))
     return Timeline(rows)
 
 
-def _per_stage(name: str, time: Time, num_stages: int) -> Sequence[float]:
-    times = time if isinstance(time, Sequence) else [time] * num_stages
-    if len(times) != num_stages:
-        raise ValueError(f"{name} must be one time or one for each of {num_stages} stages, got {len(times)} times")
-    if not all(0 < t < math.inf for t in times):
-        raise ValueError(f"{name} must be positive and finite, got {time}")
-    return times
+def _each(name: str, value: Time, count: int, of_what: str, *, zero: bool) -> Sequence[float]:
+    values = value if isinstance(value, Sequence) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"{name} must be one number or one for each of {count} {of_what}, got {len(values)} numbers")
+    if not all((number > 0 or (zero and number == 0)) and number < math.inf for number in values):
+        raise ValueError(f"{name} must be {'at least 0' if zero else 'positive'} and finite, got {value}")
+    return values

@@ -47,6 +47,7 @@ class PipelineStage(Sequential):
         comm: Communicator,
         schedule: Schedule,
         *,
+        specs: Sequence[StageSpec] | None = None,
         seed: int = 0,
         dtype: Any = np.float32,
         device: str = "cpu",
@@ -56,17 +57,20 @@ class PipelineStage(Sequential):
         Args:
             layers: the whole model as (name, factory); only this rank's factories are called.
             comm: the ranks of the pipeline.
+            specs: how the layers are cut into stages, from `partition`; by count of blocks by default.
             seed, dtype, device: of the parameters; see `ParamGetter`.
         Raises:
-            ValueError: there are more stages than layers.
+            ValueError: there are more stages than layers, or not as many specs as stages.
         """
         num_stages = schedule.num_stages(comm.size)
         param = ParamGetter(seed, dtype, device)
-        mine = [
-            spec
-            for spec in cut([name for name, _ in layers], num_stages)
-            if schedule.rank_of(spec.stage_id, comm.size) == comm.rank
-        ]
+        specs = cut([name for name, _ in layers], num_stages) if specs is None else specs
+        if len(specs) != num_stages or specs[-1].layer_stop != len(layers):
+            raise ValueError(
+                f"{schedule.name} needs {num_stages} stages of {len(layers)} layers in all, "
+                f"got specs of {len(specs)} stages and {specs[-1].layer_stop if specs else 0} layers"
+            )
+        mine = [spec for spec in specs if schedule.rank_of(spec.stage_id, comm.size) == comm.rank]
         stages = [
             PipelineStage(spec, [factory(param) for _, factory in layers[spec.layer_start : spec.layer_stop]])
             for spec in mine

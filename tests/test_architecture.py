@@ -16,11 +16,21 @@ ARRAYS = {"numpy", "minigrad.backend"}
 TENSORS = ARRAYS | {"minigrad.tensor"}
 TAPE = TENSORS | {"minigrad.tape", "minigrad.backward"}
 LAYERS = TAPE | {"minigrad.rng", "minigrad.recompute", "minigrad.ops", "minigrad.nn"}
-COMMUNICATION = {"numpy", "minigrad.backend", "distributed.communicator"}
+MESSAGES = ARRAYS | {f"distributed.{name}" for name in ("work", "reduction", "messages", "carrying")}
+COMMUNICATION = MESSAGES | {"distributed.communicator"}
 REDUCTION = COMMUNICATION | TAPE | {"minigrad.flat", "distributed.buckets"}
-TRAINING = REDUCTION | {"distributed.comm_hooks", "minigrad.optim", "minigrad.lr_schedule", "minigrad.nn", "distributed.ddp"}
+TRAINING = REDUCTION | {
+    "distributed.comm_hooks",
+    "minigrad.optim",
+    "minigrad.lr_schedule",
+    "minigrad.nn",
+    "distributed.ddp",
+}
 # Schedules are plain Python: they can be drawn and checked where there is neither an array nor a communicator.
-ORDERS = {f"pipeline.{name}" for name in ("action", "schedules", "simulate", "draw", "check", "lower", "partition")}
+ORDERS = {
+    f"pipeline.{name}"
+    for name in ("action", "schedules", "simulate", "draw", "check", "lower", "deadlock", "text", "partition")
+}
 STAGES = COMMUNICATION | TAPE | ORDERS | {"minigrad.rng", "pipeline.microbatch", "pipeline.spec"}
 
 # Module or package -> what it may import beside the standard library: modules, or packages with all that is in them.
@@ -42,11 +52,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "minigrad.optim": TENSORS | {"minigrad.flat"},
     "minigrad.lr_schedule": set(),
     "minigrad.precision": TAPE | {"minigrad.flat"},
-    "distributed.communicator": ARRAYS,
-    "distributed.mpi": COMMUNICATION | {"mpi4py"},
+    "distributed.work": {"numpy"},
+    "distributed.reduction": {"numpy", "distributed.work"},
+    "distributed.messages": ARRAYS | {"distributed.work"},
+    "distributed.carrying": ARRAYS | {"distributed.work"},
+    "distributed.communicator": MESSAGES,
+    "distributed.progress": {"distributed.work"},
+    "distributed.mpi": COMMUNICATION | {"mpi4py", "distributed.progress", "distributed.shared_memory"},
     "distributed.local": COMMUNICATION,
     "distributed.nccl": COMMUNICATION,
-    "distributed.shared_memory": COMMUNICATION,
+    "distributed.shared_memory": COMMUNICATION | {"distributed.progress"},
     "distributed.mesh": COMMUNICATION,
     "distributed.world": COMMUNICATION | {"distributed.mpi"},
     "distributed.comm_hooks": COMMUNICATION,
@@ -58,10 +73,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed.diagnose": TRAINING,
     "pipeline.action": set(),
     "pipeline.partition": set(),
-    "pipeline.schedules": {"pipeline.action"},
+    "pipeline.orders": {"pipeline.action"},
+    "pipeline.interleaved": {"pipeline.action"},
+    "pipeline.zero_bubble": {"pipeline.action"},
+    "pipeline.schedules": {f"pipeline.{name}" for name in ("action", "orders", "interleaved", "zero_bubble")},
     "pipeline.simulate": {"pipeline.action"},
     "pipeline.draw": {"pipeline.action", "pipeline.simulate"},
+    "pipeline.picture": {"pipeline.action", "pipeline.simulate"},
+    "pipeline.png": {"pipeline.picture", "matplotlib"},
+    "pipeline.trace": {"pipeline.simulate"},
     "pipeline.check": ORDERS,
+    "pipeline.deadlock": {"pipeline.action"},
+    "pipeline.text": ORDERS,
     "pipeline.lower": {"pipeline.action"},
     "pipeline.search": ORDERS,
     "pipeline.microbatch": ARRAYS,
@@ -81,7 +104,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Loading these is expensive or impossible on some machines, so each has one door.
-SOLE_IMPORTER = {"mpi4py": "distributed.mpi", "cupy": "minigrad.backend", "cupyx": "minigrad.backend"}
+SOLE_IMPORTER = {
+    "mpi4py": "distributed.mpi",
+    "cupy": "minigrad.backend",
+    "cupyx": "minigrad.backend",
+    "matplotlib": "pipeline.png",
+}
 
 
 def modules(root: Path) -> dict[str, Path]:

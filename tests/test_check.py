@@ -220,3 +220,13 @@ def test_swapping_neighbours_is_refused_where_a_backward_needs_its_forward(rank,
         assert caught.value.cells == ((rank, index - 1),)
     else:
         check(orders, num_stages=3, num_microbatches=4)
+
+
+def test_an_evaluation_holds_every_forward_and_nothing_else():
+    place = {"num_stages": 2, "num_microbatches": 2, "rank_of": round_robin, "trains": False}
+    validate(read("0F0 0F1\n1F1 1F0"), **place)
+    with pytest.raises(ScheduleError, match="rank 1 has no F of micro-batch 1 on stage 1"):
+        validate(read("0F0 0F1\n1F0"), **place)
+    with pytest.raises(ScheduleError, match="an evaluation holds F only, got 1BW0 on rank 1") as caught:
+        validate(read("0F0 0F1\n1F0 1BW0 1F1"), **place)
+    assert caught.value.cells == ((1, 1),)

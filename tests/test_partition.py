@@ -1,10 +1,11 @@
 import inspect
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import StageSpec, cut, partition_by_count
+from pipeline import StageSpec, cut, cut_by_sizes, cut_by_weights, partition_by_count
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,71 @@ def test_specs_cover_every_layer_once(embed, head, num_blocks, data):
         assert spec.num_blocks == len(own) - spec.has_embedding - spec.has_lm_head
     assert [spec.stage_id for spec in specs if spec.is_first] == [0]
     assert [spec.stage_id for spec in specs if spec.is_last] == [num_stages - 1]
+
+
+NAMES = ["embed", "b0", "b1", "b2", "head"]
+
+
+def test_sizes_say_where_to_cut():
+    assert cut_by_sizes(NAMES, [1, 3, 1]) == [
+        StageSpec(0, 3, 0, 1, 0, 0, has_embedding=True, has_lm_head=False),
+        StageSpec(1, 3, 1, 4, 0, 3, has_embedding=False, has_lm_head=False),
+        StageSpec(2, 3, 4, 5, 3, 3, has_embedding=False, has_lm_head=True),
+    ]
+    assert cut_by_sizes(NAMES, [3, 2]) == cut(NAMES, 2)
+
+
+@pytest.mark.parametrize("sizes", [[], [5, 0], [6, -1], [2, 2], [3, 3]])
+def test_sizes_cover_the_layers(sizes):
+    with pytest.raises(ValueError, match="sizes must be at least 1 and add up to 5 layers, got "):
+        cut_by_sizes(NAMES, sizes)
+
+
+def sizes_of(specs):
+    return [spec.layer_stop - spec.layer_start for spec in specs]
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_stages", "sizes"),
+    [
+        ([1, 1, 1, 1, 1], 1, [5]),
+        ([1, 1, 1, 1, 1], 2, [2, 3]),
+        ([1, 1, 1, 1, 1], 5, [1, 1, 1, 1, 1]),
+        ([9, 1, 1, 1, 9], 3, [1, 3, 1]),  # a large embedding and head stand alone
+        ([2, 3, 3, 3, 4], 2, [3, 2]),
+        ([1, 9, 1, 1, 1], 3, [1, 1, 3]),  # the heaviest cannot be lighter, the rest is still spread evenly
+        ([1, 1, 3, 5, 1], 3, [3, 1, 1]),  # the most even of all, [2, 1, 2], has a stage of 6
+        ([0, 0, 0, 0, 0], 2, [1, 4]),
+    ],
+)
+def test_weights_say_where_to_cut(weights, num_stages, sizes):
+    assert sizes_of(cut_by_weights(NAMES, weights, num_stages)) == sizes
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
+def test_no_cut_has_a_lighter_heaviest_stage_nor_is_more_even(weights, data):
+    num_stages = data.draw(st.integers(1, len(weights)))
+
+    def cost(bounds):
+        stages = [sum(weights[start:stop]) for start, stop in pairwise([0, *bounds, len(weights)])]
+        return max(stages), sum(stage * stage for stage in stages)
+
+    specs = cut_by_weights([f"b{i}" for i in range(len(weights))], weights, num_stages)
+    every_cut = combinations(range(1, len(weights)), num_stages - 1)
+    assert cost([spec.layer_start for spec in specs[1:]]) == min(map(cost, every_cut))
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_stages", "message"),
+    [
+        ([1, 1], 2, "every layer needs one weight, got 2 weights and 5 layers"),
+        ([1, 1, -1, 1, 1], 2, r"weights must be at least 0 and finite, got \[1, 1, -1, 1, 1\]"),
+        ([1, 1, float("nan"), 1, 1], 2, "weights must be at least 0 and finite"),
+        ([1, 1, 1, 1, 1], 6, "num_stages must be at most the number of layers, got 6 stages and 5 layers"),
+        ([1, 1, 1, 1, 1], 0, "num_stages must be at least 1, got 0"),
+    ],
+)
+def test_weights_are_checked(weights, num_stages, message):
+    with pytest.raises(ValueError, match=message):
+        cut_by_weights(NAMES, weights, num_stages)

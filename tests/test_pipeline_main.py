@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -31,13 +32,20 @@ def test_times_reach_the_simulator(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["draw", "2f2b"], "schedule must be one of gpipe, 1f1b, got '2f2b'"),
+        (["draw", "2f2b"], "schedule must be one of gpipe, 1f1b, "),
+        (["draw", "2f2b"], ", or a file that ends in .csv, got '2f2b'"),
+        (["compare", "gpipe", "2f2b"], "got '2f2b'"),
+        (["check", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+        (["simulate", "zbv", "--stages", "5"], "zbv needs num_stages divisible by num_chunks, got 5 and 2"),
+        (["dump", "interleaved_1f1b", "--microbatches", "6"], "divisible by num_ranks, got 6 and 4"),
+        (["simulate", "1f1b", "--bandwidth", "0"], "bandwidth must be positive, got 0"),
+        (["draw", "1f1b", "--svg", "/nowhere/1f1b.svg"], "No such file or directory: '/nowhere/1f1b.svg'"),
         (["draw", "1f1b", "--stages", "0"], "num_ranks must be at least 1, got 0"),
         (["draw", "1f1b", "--microbatches", "0"], "num_microbatches must be at least 1, got 0"),
         (["draw", "1f1b", "--latency", "-1"], "latency must be at least 0 and finite, got -1"),
-        (["draw", "1f1b", "--forward", "1,2"], "forward must be one time or one for each of 4 stages, got 2 times"),
+        (["draw", "1f1b", "--forward", "1,2"], "forward must be one number or one for each of 4 stages, got 2 numbers"),
         (["draw", "1f1b", "--stages", "x"], "argument --stages: invalid int value: 'x'"),
-        (["draw", "1f1b", "--forward", "1,"], "argument --forward: invalid times value: '1,'"),
+        (["draw", "1f1b", "--forward", "1,"], "argument --forward: invalid numbers value: '1,'"),
         (["paint"], "invalid choice: 'paint'"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -56,13 +64,86 @@ def test_a_wrong_name_or_value_is_one_line_and_status_2(arguments, message, caps
 
 
 @pytest.mark.parametrize(
-    ("arguments", "taught"), [([], "draw 1f1b --stages 4 --microbatches 8"), (["draw"], "one of gpipe, 1f1b")]
+    ("arguments", "taught"),
+    [([], "draw 1f1b --stages 4 --microbatches 8"), (["draw"], "one of gpipe, 1f1b"), (["check"], "deadlock")],
 )
 def test_help_teaches(arguments, taught, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*arguments, "--help"])
     assert caught.value.code == 0
     assert taught in capsys.readouterr().out
+
+
+def test_simulate_prints_the_numbers_alone(capsys):
+    assert main(["simulate", "1f1b", "--stages", "2", "--microbatches", "3"]) == 0
+    assert capsys.readouterr().out == "".join(
+        line for line in DRAWN.splitlines(keepends=True) if not line.startswith("rank")
+    )
+
+
+def test_messages_reach_the_simulator(capsys):
+    options = ["--message-bytes", "30", "--bandwidth", "60", "--latency", "0.25"]
+    assert main(["simulate", "gpipe", "--stages", "2", "--microbatches", "1", *options]) == 0
+    assert "makespan                                7.5\n" in capsys.readouterr().out  # 1 + .75 + 1 + 2 + .75 + 2
+
+
+def test_draw_writes_files(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="an extra: pip install 'minigrad-distributed[draw]'")
+    files = {kind: tmp_path / f"zbv.{kind}" for kind in ("svg", "png", "perfetto")}
+    options = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert main(["draw", "zbv", "--stages", "4", "--microbatches", "3", *options]) == 0
+    assert capsys.readouterr().out.startswith("zbv: 4 stages on 2 ranks, 3 micro-batches\nrank 0 |0F0|")
+    assert files["svg"].read_text().startswith("<svg ")
+    assert "zbv: 4 stages on 2 ranks, 3 micro-batches" in files["svg"].read_text()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert "traceEvents" in json.loads(files["perfetto"].read_text())
+
+
+COMPARED = """\
+2 ranks, 4 micro-batches
+                  makespan  bubble/ideal  bubble/span  efficiency  peak micro-batches a rank
+gpipe                   15        0.2500       0.2000      0.8000  4 4
+1f1b                    15        0.2500       0.2000      0.8000  2 1
+interleaved_1f1b      13.5        0.1250       0.1111      0.8889  2.5 1.5
+looped_bfs            13.5        0.1250       0.1111      0.8889  4 4
+zero_bubble_h1          13        0.0833       0.0769      0.9231  2 1
+zero_bubble_h2          13        0.0833       0.0000      0.9231  3 1
+zbv                   12.5        0.0417       0.0000      0.9600  2 2
+"""
+
+
+def test_compare_gives_every_schedule_the_same_work(capsys):
+    assert main(["compare", "--ranks", "2", "--microbatches", "4"]) == 0
+    assert capsys.readouterr().out == COMPARED
+
+
+def test_compare_says_in_its_row_which_schedule_does_not_allow_the_sizes(capsys):
+    assert main(["compare", "interleaved_1f1b", "1f1b", "--ranks", "4", "--microbatches", "6"]) == 0
+    refused, row = capsys.readouterr().out.splitlines()[2:]
+    assert refused.endswith("interleaved 1F1B needs num_microbatches divisible by num_ranks, got 6 and 4")
+    assert row.startswith("1f1b ")
+
+
+def test_a_schedule_written_by_hand_can_be_checked_and_drawn(tmp_path, capsys):
+    assert main(["dump", "1f1b", "--stages", "2", "--microbatches", "3"]) == 0
+    path = tmp_path / "mine.csv"
+    path.write_text(capsys.readouterr().out)
+    assert path.read_text() == "0F0,0F1,0BW0,0F2,0BW1,0BW2\n1F0,1BW0,1F1,1BW1,1F2,1BW2\n"
+    assert main(["check", str(path)]) == 0
+    assert capsys.readouterr().out == (
+        "mine.csv: 2 stages on 2 ranks, 3 micro-batches: complete, in order, "
+        "and no timing of messages can deadlock it\n"
+    )
+    assert main(["draw", str(path)]) == 0
+    assert capsys.readouterr().out == DRAWN.replace("1f1b", "mine.csv")
+    path.write_text(path.read_text().replace("0BW0,0F2", "0F2"))
+    assert main(["check", str(path)]) == 2
+    assert "rank 0 has no B or BW of micro-batch 0 on stage 0" in capsys.readouterr().err
+
+
+def test_forwards_alone_can_be_drawn(capsys):
+    assert main(["draw", "forward_only", "--stages", "2", "--microbatches", "2"]) == 0
+    assert "rank 1    |F0|F1|\n" in capsys.readouterr().out
 
 
 def test_runs_as_a_module():

@@ -1,18 +1,48 @@
 """The drawings are laid out by hand: a schedule is right when it looks like its picture."""
 
 import inspect
+import re
 from itertools import product
 
 import pytest
 
-from pipeline import SCHEDULES, Schedule, draw, gpipe, lower, one_f_one_b, simulate, validate
+from pipeline import (
+    FORWARD_ONLY,
+    SCHEDULES,
+    Schedule,
+    draw,
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    lower,
+    one_f_one_b,
+    prove,
+    simulate,
+    validate,
+    zbv,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
+from pipeline.interleaved import interleaved_1f1b_order, looped_bfs_order
+from pipeline.schedules import v_shape
 
-SIZES = list(product(range(1, 7), range(1, 13)))
+TIMES = [(1, 1, 1), (1.5, 1.25, 0.75), (2, 2, 1), (3, 2.5, 2), (1, 1.2, 0.9)]  # of F, B and W on a rank
+ALL = {**SCHEDULES, "forward_only": FORWARD_ONLY}
+ANY = pytest.mark.parametrize("schedule", [*ALL.values(), interleaved_1f1b(3), looped_bfs(3)], ids=lambda s: s.name)
+
+
+def sizes(schedule):
+    """Yield (P, M) that a schedule allows: P up to 8, M below, at and between P, 2P - 1 and 2P."""
+    for p, m in product(range(1, 9), (1, 2, 3, 4, 5, 6, 8, 11, 15, 16)):
+        if schedule.name != "interleaved_1f1b" or m % p == 0:
+            yield p, m
 
 
 def drawn(name, num_ranks, num_microbatches):
-    orders = SCHEDULES[name].orders(num_ranks, num_microbatches)
-    return draw(simulate(orders, num_stages=num_ranks))
+    schedule = ALL[name]
+    orders = schedule.orders(num_ranks, num_microbatches)
+    return draw(simulate(orders, num_stages=schedule.num_stages(num_ranks)))
 
 
 DRAWINGS = {
@@ -34,6 +64,51 @@ rank 0 |F0|F1|F2|           |B0   |F3|B1   |  |B2   |  |B3   |
 rank 1    |F0|F1|     |B0   |F2|B1   |F3|B2   |  |B3   |
 rank 2       |F0|B0   |F1|B1   |F2|B2   |F3|B3   |
 """,
+    ("forward_only", 2, 4): """
+rank 0 |F0|F1|F2|F3|
+rank 1    |F0|F1|F2|F3|
+""",
+    ("interleaved_1f1b", 2, 2): """
+rank 0 |0F0|0F1|2F0|2F1|       |2B0    |   |2B1    |0B0    |0B1    |
+rank 1     |1F0|1F1|3F0|3B0    |3F1|3B1    |1B0    |1B1    |
+""",
+    ("interleaved_1f1b", 1, 2): """
+rank 0 |0F0|1F0|1B0    |0F1|0B0    |1F1|1B1    |0B1    |
+""",
+    ("looped_bfs", 2, 2): """
+rank 0 |0F0|0F1|2F0|2F1|           |2B0    |2B1    |0B0    |0B1    |
+rank 1     |1F0|1F1|3F0|3F1|3B0    |3B1    |1B0    |1B1    |
+""",
+    ("looped_bfs", 2, 1): """
+rank 0 |0F0|   |2F0|           |2B0    |       |0B0    |
+rank 1     |1F0|   |3F0|3B0    |       |1B0    |
+""",
+    ("zero_bubble_h1", 2, 3): """
+rank 0 |F0|F1|  |B0|W0|F2|B1|W1|B2|W2|
+rank 1    |F0|B0|F1|B1|W0|F2|B2|W1|W2|
+""",
+    ("zero_bubble_h1", 3, 3): """
+rank 0 |F0|F1|F2|     |B0|W0|B1|W1|B2|W2|
+rank 1    |F0|F1|  |B0|F2|B1|W0|B2|W1|W2|
+rank 2       |F0|B0|F1|B1|F2|B2|W0|W1|W2|
+""",
+    ("zero_bubble_h2", 2, 3): """
+rank 0 |F0|F1|F2|B0|W0|B1|W1|B2|W2|
+rank 1    |F0|B0|F1|B1|F2|B2|W0|W1|W2|
+""",
+    ("zero_bubble_h2", 3, 5): """
+rank 0 |F0|F1|F2|F3|F4|B0|W0|B1|W1|B2|W2|B3|W3|B4|W4|
+rank 1    |F0|F1|F2|B0|F3|B1|F4|B2|W0|B3|W1|B4|W2|W3|W4|
+rank 2       |F0|B0|F1|B1|F2|B2|F3|B3|F4|B4|W0|W1|W2|W3|W4|
+""",
+    ("zbv", 2, 3): """
+rank 0 |0F0|0F1|0F2|3F0|3B0|3W0|3F1|3B1|3W1|0B0|0W0|3F2|3B2|3W2|0B1|0W1|0B2|0W2|
+rank 1     |1F0|2F0|1F1|2F1|2B0|2W0|1F2|1B0|1W0|2F2|2B1|2W1|1B1|2B2|1B2|1W1|2W2|1W2|
+""",
+    ("zbv", 2, 1): """
+rank 0 |0F0|       |3F0|3B0|3W0|       |0B0|0W0|
+rank 1     |1F0|2F0|       |2B0|2W0|1B0|1W0|
+""",
 }
 
 
@@ -42,39 +117,115 @@ def test_looks_like_its_drawing(case):
     assert drawn(*case) == DRAWINGS[case].strip()
 
 
-@pytest.mark.parametrize(("order", "case"), [(gpipe, ("gpipe", 2, 4)), (one_f_one_b, ("1f1b", 2, 4))])
+@pytest.mark.parametrize(
+    ("order", "case"),
+    [
+        (forward_only, ("forward_only", 2, 4)),
+        (gpipe, ("gpipe", 2, 4)),
+        (one_f_one_b, ("1f1b", 2, 4)),
+        (interleaved_1f1b_order, ("interleaved_1f1b", 2, 2)),
+        (looped_bfs_order, ("looped_bfs", 2, 2)),
+        (zero_bubble_h1, ("zero_bubble_h1", 2, 3)),
+        (zero_bubble_h2, ("zero_bubble_h2", 2, 3)),
+        (zbv, ("zbv", 2, 3)),
+    ],
+)
 def test_the_docstring_shows_the_same_drawing(order, case):
     assert all(line in inspect.getdoc(order) for line in DRAWINGS[case].strip().splitlines())
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
-def test_every_small_size_is_valid_and_costs_what_the_formulas_say(name, num_ranks, num_microbatches):
-    schedule = SCHEDULES[name]
-    num_stages = schedule.num_stages(num_ranks)
-    orders = schedule.orders(num_ranks, num_microbatches)
-    validate(orders, num_stages=num_stages, num_microbatches=num_microbatches, rank_of=schedule.rank_of)
-    timeline = simulate(orders, num_stages=num_stages, forward=1.5, backward_input=1.25, backward_weight=0.75)
-    peak = {
-        "gpipe": [num_microbatches] * num_ranks,
-        "1f1b": [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)],
+@ANY
+def test_every_small_size_is_valid_and_ends_without_deadlock(schedule):
+    for p, m in sizes(schedule):
+        orders = schedule.orders(p, m)
+        place = {"num_stages": schedule.num_stages(p), "rank_of": schedule.rank_of}
+        validate(orders, num_microbatches=m, trains=schedule.trains, **place)
+        programs = lower(orders, **place)
+        prove(programs, **place)
+        assert [[action for action in program if action.kind.is_compute] for program in programs] == orders
+
+
+def idle(p, m, v, f, b, w):
+    """The bubble of each schedule by its published formula, times as on a rank; None where it does not hold."""
+    return {
+        "forward_only": (p - 1) * f,
+        "gpipe": (p - 1) * (f + b + w),
+        "1f1b": (p - 1) * (f + b + w),
+        "interleaved_1f1b": (p - 1) * (f + b + w) / v,
+        # With M < P each loop waits for the last rank to be through with the loop before.
+        "looped_bfs": ((p - 1) + (v - 1) * max(p - m, 0)) * (f + b + w) / v,
+        "zero_bubble_h1": (p - 1) * (f + b - w) if m >= p else None,
+        "zero_bubble_h2": (p - 1) * (f + b - 2 * w) if m >= 2 * p - 1 else None,
+        "zbv": (p - 1) * (b - w) if m >= 2 * p - 1 and max(f, w) <= b else None,
     }
-    assert timeline.bubble_fraction == pytest.approx((num_ranks - 1) / num_microbatches)
-    assert timeline.peak_microbatches == timeline.peak_microbatches_per_stage == peak[name]
-    programs = lower(orders, rank_of=schedule.rank_of, num_stages=num_stages)
-    assert [[action for action in program if action.kind.is_compute] for program in programs] == orders
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
-def test_all_schedules_sum_gradients_in_one_order(num_ranks, num_microbatches):
-    for schedule in SCHEDULES.values():
-        for order in schedule.orders(num_ranks, num_microbatches):
-            backwards = [action.microbatch for action in order if action.kind.value in ("B", "BW")]
-            assert backwards == list(range(num_microbatches))
+IS_SPAN = ("zero_bubble_h2", "zbv")  # the papers count the idle time inside a rank's span; elsewhere up to the makespan
+
+
+@ANY
+@pytest.mark.parametrize(("f", "b", "w"), TIMES)
+def test_the_bubble_is_what_the_formula_says(schedule, f, b, w):
+    v = schedule.num_chunks
+    times = {"forward": f / v, "backward_input": b / v, "backward_weight": w / v}
+    for p, m in sizes(schedule):
+        formula = idle(p, m, v, f, b, w)[schedule.name]
+        if p % 2 == 0 and formula is not None:
+            timeline = simulate(schedule.orders(p, m), num_stages=schedule.num_stages(p), **times)
+            bubble = timeline.span_bubble if schedule.name in IS_SPAN else timeline.makespan_bubble(0)
+            assert bubble == pytest.approx(formula), (p, m)
+
+
+def test_few_microbatches_take_as_long_as_zero_bubble_needs_to_go_there_and_back():
+    for p, m in sizes(SCHEDULES["zero_bubble_h1"]):
+        if m <= p:
+            orders = SCHEDULES["zero_bubble_h1"].orders(p, m)
+            timeline = simulate(orders, num_stages=p, forward=3, backward_input=2.5, backward_weight=2)
+            assert timeline.makespan == pytest.approx((m + p - 1) * 5.5 + 2), (p, m)
+
+
+@ANY
+def test_the_peak_is_what_the_formula_says(schedule):
+    v = schedule.num_chunks
+    for p, m in sizes(schedule):
+        if schedule.name == "zbv" and m < 2 * p - 1:
+            continue
+        peaks = {
+            "forward_only": [0] * p,
+            "gpipe": [m] * p,
+            "1f1b": [min(m, p - rank) for rank in range(p)],
+            "interleaved_1f1b": [min(v * m, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)],
+            "looped_bfs": [v * m] * p,
+            "zero_bubble_h1": [min(m, p - rank) for rank in range(p)],
+            "zero_bubble_h2": [min(m, 2 * (p - rank) - 1) for rank in range(p)],
+            "zbv": [2 * p] * p,
+        }
+        timeline = simulate(schedule.orders(p, m), num_stages=schedule.num_stages(p))
+        assert timeline.peak_microbatches == peaks[schedule.name], (p, m)
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("zero_bubble_h1", 1), ("zero_bubble_h2", 2)])
+def test_the_weight_halves_of_zero_bubble_take_the_memory_that_the_paper_says(name, ahead):
+    timeline = simulate(SCHEDULES[name].orders(4, 16), num_stages=4)
+    in_flight = [ahead * (4 - rank) - (ahead - 1) for rank in range(4)]
+    assert timeline.peak_memory(10, 7) == [10 * n + 7 * ahead * rank for rank, n in enumerate(in_flight)]
+    assert timeline.peak_memory(1, 0) == in_flight
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_all_schedules_sum_the_gradients_of_a_stage_in_one_order(schedule):
+    for p, m in sizes(schedule):
+        for order in schedule.orders(p, m):
+            for stage, kinds in product({action.stage for action in order}, (("B", "BW"), ("W", "BW"))):
+                numbers = [a.microbatch for a in order if a.stage == stage and a.kind.value in kinds]
+                assert numbers == list(range(m)), (p, m)
 
 
 def test_the_table_is_keyed_by_name():
-    assert {name: schedule.name for name, schedule in SCHEDULES.items()} == {"gpipe": "gpipe", "1f1b": "1f1b"}
+    names = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1", "zero_bubble_h2", "zbv"]
+    assert [schedule.name for schedule in SCHEDULES.values()] == list(SCHEDULES) == names
+    assert all(schedule.trains for schedule in SCHEDULES.values())
+    assert not FORWARD_ONLY.trains
 
 
 def test_counts_start_at_one():
@@ -84,6 +235,24 @@ def test_counts_start_at_one():
         SCHEDULES["gpipe"].orders(0, 2)
 
 
+def test_interleaved_1f1b_takes_whole_rounds():
+    message = "interleaved 1F1B needs num_microbatches divisible by num_ranks, got 10 and 4"
+    with pytest.raises(ValueError, match=message):
+        interleaved_1f1b(2).orders(4, 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (interleaved_1f1b, "interleaved 1F1B needs num_chunks of at least 2, got 1; 1f1b has one"),
+        (looped_bfs, "looped BFS needs num_chunks of at least 2, got 1; gpipe has one"),
+    ],
+)
+def test_interleaving_needs_two_chunks(make, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make(1)
+
+
 def test_chunks_multiply_the_stages():
     schedule = Schedule("two chunks", gpipe, num_chunks=2)
     assert schedule.num_stages(3) == 6
@@ -91,3 +260,7 @@ def test_chunks_multiply_the_stages():
     assert [schedule.rank_of(stage, 3) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     with pytest.raises(ValueError, match="two chunks needs num_stages divisible by num_chunks, got 5 and 2"):
         schedule.num_ranks(5)
+
+
+def test_a_v_has_the_last_stage_with_the_first():
+    assert [v_shape(stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]

@@ -12,7 +12,7 @@ from distributed import SoloCommunicator
 from minigrad import Hooks
 from minigrad.models import gpt
 from minigrad.optim import grad_square_sum, scale_to_norm
-from pipeline import SCHEDULES, PipelineStage, Schedule, gpipe
+from pipeline import SCHEDULES, PipelineStage, Schedule, cut_by_sizes, gpipe
 from pipeline.spec import Bundle
 
 LAYERS = [dense("a", 3, 4), dense("b", 4, 4), dense("c", 4, 2)]
@@ -383,3 +383,19 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, max_norm, f
     assert {norm for norm, _ in results} == {5.0}
     np.testing.assert_allclose([results[0][1], results[-1][1]], [[3 * factor], [4 * factor]])
     assert [grads for _, grads in results[1:-1]] == [[]] * (ranks.size - 2)
+
+
+# Cuts of the caller's own
+
+
+@pytest.mark.ranks(2)
+def test_stages_may_be_cut_otherwise(ranks):
+    def program(comm):
+        names = [name for name, _ in LAYERS]
+        stages = PipelineStage.of(LAYERS, comm, ONE, specs=cut_by_sizes(names, [1, 2]), dtype=np.float64)
+        for wrong in (cut_by_sizes(names, [3]), cut_by_sizes(names[:2], [1, 1])):
+            with pytest.raises(ValueError, match="1f1b needs 2 stages of 3 layers in all, got specs of"):
+                PipelineStage.of(LAYERS, comm, ONE, specs=wrong)
+        return [len(stage.layers) for stage in stages]
+
+    assert ranks.run(program) == [[1], [2]]

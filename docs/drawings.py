@@ -1,0 +1,30 @@
+"""Draws the pictures of docs/schedules.md into docs/img; `make drawings` runs it.
+
+They are committed, so that the page shows them where no Python runs; a test compares them with what this gives.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline import SCHEDULES, picture, simulate, svg
+
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+FOLDER = Path(__file__).parent / "img"
+
+
+def drawings() -> dict[str, str]:
+    """Return an SVG for every schedule, by file name: the same work on the same ranks, cut finer for chunks."""
+    files = {}
+    for name, schedule in SCHEDULES.items():
+        num_stages = schedule.num_stages(NUM_RANKS)
+        timeline = simulate(schedule.orders(NUM_RANKS, NUM_MICROBATCHES), num_stages=num_stages)
+        title = f"{name}: {num_stages} stages on {NUM_RANKS} ranks, {NUM_MICROBATCHES} micro-batches"
+        files[f"{name}.svg"] = svg(picture(timeline, title))
+    return files
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file_name, text in drawings().items():
+        (FOLDER / file_name).write_text(text, encoding="utf-8")

@@ -1,0 +1,140 @@
+"""A timeline as a picture: rectangles and words on a page, and the page as SVG.
+
+    title       1F1B · 4 ranks, 8 micro-batches
+    subtitle    makespan bubble, peak
+    rank 0      [0][1][2][3]             [0      ][4][1      ]      grey is idle
+    rank 1         [0][1][2]       [0      ][3][1      ]
+
+The same timeline always gives the same bytes. Another format is another function of a Picture (`png`).
+"""
+
+from __future__ import annotations
+
+import colorsys
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from pipeline.action import Kind
+from pipeline.simulate import Timeline
+
+# One hue a kind; of it, the lighter the later chunk. Dark words are readable on all of them.
+HUES = {Kind.F: (210, 78), Kind.B: (152, 48), Kind.W: (38, 88), Kind.BW: (152, 48)}
+NAMES = {Kind.F: "forward", Kind.BW: "backward", Kind.B: "backward, input half", Kind.W: "backward, weight half"}
+INK, MUTED, IDLE, PAPER = "#1f2933", "#616e7c", "#e9edf1", "#ffffff"
+
+MARGIN, LABEL_WIDTH = 16.0, 52.0
+ROW_HEIGHT, ROW_GAP = 26.0, 6.0
+HEAD_HEIGHT, LEGEND_HEIGHT = 50.0, 30.0
+SHORTEST = 22.0  # width of the shortest action
+"""Lengths in points."""
+
+
+class Box(NamedTuple):
+    """A filled rectangle: left, top, width, height."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+
+
+class Words(NamedTuple):
+    """Text whose middle is at height y; `anchor` is start or middle, as SVG says."""
+
+    x: float
+    y: float
+    text: str
+    size: float
+    fill: str
+    anchor: str = "start"
+    bold: bool = False
+
+
+class Picture(NamedTuple):
+    """What to draw, in this order."""
+
+    width: float
+    height: float
+    boxes: list[Box]
+    words: list[Words]
+
+
+def picture(timeline: Timeline, title: str) -> Picture:
+    """Lay a timeline out: a row a rank, a box an action with its micro-batch, grey where a rank is idle.
+
+    Colours are kinds, shades are the chunks of a rank. The line under the title says what the schedule costs.
+    """
+    boxes: list[Box] = []
+    words: list[Words] = []
+    left = MARGIN + LABEL_WIDTH
+    scale = SHORTEST / min(end - start for row in timeline.rows for _, start, end in row)
+    right = left + scale * timeline.makespan
+    words += [
+        Words(MARGIN, MARGIN + 7, title, 15, INK, bold=True),
+        Words(MARGIN, MARGIN + 27, _costs(timeline), 11, MUTED),
+    ]
+    for rank, row in enumerate(timeline.rows):
+        top = MARGIN + HEAD_HEIGHT + rank * (ROW_HEIGHT + ROW_GAP)
+        middle = top + ROW_HEIGHT / 2
+        words.append(Words(MARGIN, middle, f"rank {rank}", 11, MUTED))
+        boxes.append(Box(left, top, right - left, ROW_HEIGHT, IDLE))
+        chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({timed.action.stage for timed in row}))}
+        for action, start, end in row:
+            x, width = left + scale * start, scale * (end - start)
+            boxes.append(Box(x + 0.5, top, width - 1, ROW_HEIGHT, _colour(action.kind, chunk_of[action.stage])))
+            words.append(Words(x + width / 2, middle, str(action.microbatch), 10.5, INK, "middle"))
+    bottom = MARGIN + HEAD_HEIGHT + len(timeline.rows) * (ROW_HEIGHT + ROW_GAP)
+    legend_right = _add_legend(timeline, left, bottom + LEGEND_HEIGHT / 2, boxes, words)
+    return Picture(max(right, legend_right, 560) + MARGIN, bottom + LEGEND_HEIGHT + MARGIN / 2, boxes, words)
+
+
+def svg(picture: Picture) -> str:
+    """Write a picture as SVG."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
+        f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="Helvetica, Arial, sans-serif">',
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>',
+    ]
+    lines += [
+        f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}" rx="2" fill="{fill}"/>'
+        for x, y, width, height, fill in picture.boxes
+    ]
+    for x, y, text, size, fill, anchor, bold in picture.words:
+        weight = ' font-weight="bold"' if bold else ""
+        place = f'x="{x:.6g}" y="{y:.6g}" dy="0.35em" font-size="{size:g}" text-anchor="{anchor}"'
+        lines.append(f'<text {place} fill="{fill}"{weight}>{escape(text)}</text>')
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def _costs(timeline: Timeline) -> str:
+    peaks = timeline.peak_microbatches
+    return (
+        f"bubble {timeline.bubble_fraction:.1%} of ideal time (makespan), "
+        f"{timeline.span_bubble_rate:.1%} of a rank's span · peak {' '.join(map(str, peaks))} stage activations held"
+    )
+
+
+def _colour(kind: Kind, chunk: int) -> str:
+    """Return hue and lightness as a hexadecimal colour."""
+    hue, saturation = HUES[kind]
+    lightness = (64 if kind is not Kind.BW else 60) + 11 * min(chunk, 3)
+    red, green, blue = colorsys.hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def _add_legend(timeline: Timeline, x: float, y: float, boxes: list[Box], words: list[Words]) -> float:
+    """Explain the colours that occur, with a shade for each chunk; return where the legend ends."""
+    occurring = {timed.action.kind for row in timeline.rows for timed in row}
+    num_chunks = max(len({timed.action.stage for timed in row}) for row in timeline.rows)
+    entries = [(NAMES[kind], [_colour(kind, c) for c in range(num_chunks)]) for kind in NAMES if kind in occurring]
+    for name, colours in [*entries, ("idle", [IDLE])]:
+        for colour in colours:
+            boxes.append(Box(x, y - 6, 12, 12, colour))
+            x += 13
+        words.append(Words(x + 4, y, name, 11, MUTED))
+        x += 22 + 5.6 * len(name)
+    if num_chunks > 1:
+        words.append(Words(x, y, "the lighter, the later the chunk of the rank", 11, MUTED))
+        x += 5.6 * 44
+    return x

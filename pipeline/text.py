@@ -1,0 +1,93 @@
+"""A schedule as a file that a person can write: CSV, one row a rank, cells such as `2F0`.
+
+    0F0, 0F1,     ,     , 0BW0, 0BW1
+       , 1F0, 1BW0, 1F1, 1BW1
+
+Blank cells may stand for idle time; they are ignored, since when an action runs follows from what it waits for. The
+rows say which rank owns a stage.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from pipeline.action import Action, ScheduleError
+from pipeline.check import validate
+from pipeline.draw import draw_order
+from pipeline.schedules import Schedule
+
+
+def dump(orders: Sequence[Sequence[Action]]) -> str:
+    """Write orders, or programs, as text."""
+    return "".join(",".join(map(str, order)) + "\n" for order in orders)
+
+
+def parse(text: str) -> list[list[Action]]:
+    """Read back what `dump` writes or a person wrote, as it stands: nothing but the cells is checked.
+
+    Raises:
+        ScheduleError: a cell is no action; the grid is drawn with the cell marked.
+    """
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.strip().splitlines())]
+    orders: list[list[Action]] = []
+    for rank, row in enumerate(rows):
+        orders.append([])
+        for index, cell in enumerate(row):
+            try:
+                orders[-1].append(Action.parse(cell))
+            except ValueError as fault:
+                raise ScheduleError(
+                    f"{fault} on rank {rank}\n{draw_order(rows, [(rank, index)])}", [(rank, index)]
+                ) from None
+    return orders
+
+
+def from_text(text: str, name: str) -> Schedule:
+    """Make a schedule of a text, for the number of ranks and micro-batches that it shows.
+
+    Raises:
+        ScheduleError: it is not a training step; the grid is drawn with the faulty cell marked.
+    """
+    orders = parse(text)
+    if not orders:
+        raise ScheduleError(f"{name}: a schedule has one row a rank, got none")
+    rank_of = {action.stage: rank for rank, order in reversed([*enumerate(orders)]) for action in order}
+    num_ranks, num_stages = len(orders), max(rank_of, default=-1) + 1
+    num_microbatches = 1 + max((action.microbatch for order in orders for action in order), default=0)
+
+    def owner(stage: int, ranks: int) -> int:
+        if ranks != num_ranks:
+            raise ValueError(f"{name} is written for {num_ranks} ranks, got {ranks}")
+        return rank_of[stage]
+
+    try:
+        for rank in range(num_ranks):
+            num_owned = sum(owned_by == rank for owned_by in rank_of.values())
+            if num_owned * num_ranks != num_stages:
+                raise ScheduleError(
+                    f"every rank has the same number of stages, got {num_owned} on rank {rank} "
+                    f"of {num_stages} on {num_ranks} ranks\n{draw_order(orders)}"
+                )
+        validate(orders, num_stages=num_stages, num_microbatches=num_microbatches, rank_of=owner)
+    except ScheduleError as fault:
+        raise ScheduleError(f"{name}: {fault}", fault.cells) from None
+    return Schedule(
+        name,
+        lambda rank, num_ranks, num_microbatches: list(orders[rank]),
+        num_chunks=num_stages // num_ranks,
+        rank_of=owner,
+        sizes=(num_ranks, num_microbatches),
+    )
+
+
+def load(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule from a file; its name is the file's.
+
+    Raises:
+        OSError: the file cannot be read.
+        ScheduleError: as `from_text`.
+    """
+    return from_text(Path(path).read_text(encoding="utf-8-sig"), Path(path).name)  # spreadsheets write a mark in front

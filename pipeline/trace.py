@@ -1,0 +1,59 @@
+"""What ran when, as a file that Perfetto (ui.perfetto.dev) and Chrome's about:tracing open.
+
+An Event says nothing of schedules, so that a simulated timeline and the log of a real run become the same picture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipeline.simulate import Timeline
+
+
+class Event(NamedTuple):
+    """Something that a rank did; of one rank and category, events do not overlap. Times in seconds."""
+
+    rank: int
+    name: str
+    start: float
+    end: float
+    category: str
+
+
+def events(timeline: Timeline, *, seconds: float = 1e-3) -> list[Event]:
+    """List what a timeline shows.
+
+    Args:
+        seconds: how long one unit of the timeline's time is.
+    """
+    return [
+        Event(rank, str(action), start * seconds, end * seconds, "compute")
+        for rank, row in enumerate(timeline.rows)
+        for action, start, end in row
+    ]
+
+
+def perfetto(events: Sequence[Event]) -> str:
+    """Write events in the Trace Event Format: a process for each rank, in it a thread for each category.
+
+    Source: "Trace Event Format", the Chromium project; X is a complete event, M names things, times in microseconds.
+    """
+    categories = list(dict.fromkeys(event.category for event in events))
+    tracks = sorted({(event.rank, categories.index(event.category)) for event in events})
+    records: list[dict[str, Any]] = []
+    for rank in sorted({rank for rank, _ in tracks}):
+        records.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        records.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+    for rank, index in tracks:
+        records.append(
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": index, "args": {"name": categories[index]}}
+        )
+    for rank, name, start, end, category in events:
+        place = {"pid": rank, "tid": categories.index(category)}
+        # Nanoseconds are exact enough, and rounding keeps neighbours from overlapping by the last bit of a float.
+        begin = round(start * 1e6, 3)
+        duration = round(round(end * 1e6, 3) - begin, 3)
+        records.append({"ph": "X", "name": name, "cat": category, **place, "ts": begin, "dur": duration})
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": records}, indent=0) + "\n"
