@@ -174,11 +174,9 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                     wanted.append(len(arrays))
                 arrays.append(x._data)
                 side = x.weight_side
-            elif isinstance(x, (int, float)):
-                arrays.append(x)
-                continue  # a number is neutral
-            elif isinstance(x, np.generic):
-                arrays.append(x.item())  # a NumPy scalar would widen the result: float32 times float64 is float64
+            elif isinstance(x, (int, float, np.generic)):
+                # A NumPy scalar would widen the result: float32 times float64 is float64. A number is neutral.
+                arrays.append(x.item() if isinstance(x, np.generic) else x)
                 continue
             else:
                 arrays.append(x if hasattr(x, "dtype") else np.asarray(x))
