@@ -26,7 +26,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu soak drawings lint types check
+.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp soak drawings lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -77,6 +77,9 @@ bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, wit
 
 test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m gpu tests
+
+bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 10 minutes
+	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak

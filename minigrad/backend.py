@@ -88,9 +88,7 @@ def scatter_add_rows(target: Array, rows: Array, values: Array) -> None:
     """
     xp = xp_of(target)
     if xp is not np:
-        import cupyx
-
-        cupyx.scatter_add(target, rows, values)
+        xp.add.at(target, rows, values)
     elif rows.size:
         # One reduction per distinct row, after a stable sort: np.add.at is several times slower.
         order = np.argsort(rows, kind="stable")

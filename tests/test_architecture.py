@@ -36,7 +36,7 @@ STAGES = COMMUNICATION | TAPE | ORDERS | {"minigrad.rng", "pipeline.microbatch",
 # Module or package -> what it may import beside the standard library: modules, or packages with all that is in them.
 # A module without a row of its own has that of its package. Importing a type for a hint only is free.
 MAY_IMPORT: dict[str, set[str]] = {
-    "minigrad.backend": {"numpy", "cupy", "cupyx"},
+    "minigrad.backend": {"numpy", "cupy"},
     "minigrad.tensor": ARRAYS,
     "minigrad.tape": TENSORS,
     "minigrad.watch": TENSORS | {"minigrad.tape"},
@@ -107,7 +107,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 SOLE_IMPORTER = {
     "mpi4py": "distributed.mpi",
     "cupy": "minigrad.backend",
-    "cupyx": "minigrad.backend",
     "matplotlib": "pipeline.png",
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from op_table import Row, is_array
+from op_table import Row
 from test_ops import ROWS, row_id
 
 import minigrad as mg
@@ -30,7 +30,7 @@ def on_gpu(value: Any) -> Any:
         return type(value)(on_gpu(item) for item in value)
     if isinstance(value, dict):
         return {name: on_gpu(item) for name, item in value.items()}
-    return to_device(value) if is_array(value) else value
+    return to_device(np.asarray(value)) if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def gradients(row: Row, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:

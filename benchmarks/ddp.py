@@ -1,0 +1,220 @@
+"""Measure data parallelism beside PyTorch's DistributedDataParallel over gloo: two ranks on one host, and on two.
+
+    make bench-ddp
+
+The two hosts are made of this machine by `two_hosts`, as root: one core each, joined by a cable of 1 Gbit/s. Each job
+is a run of `ddp_minigrad.py` or `ddp_torch.py`; they alternate over several rounds. A figure is the median over rounds,
+with the smallest and the largest in brackets.
+
+Hidden is the part of the messages' own time by which a step does not get longer: 1 - (inside - alone) / messages. Its
+bound is what is possible for buckets that travel one after the other, each from when it is ready, less the CPU time
+of the transfer, which the only core of a host cannot give to the backward too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ddp_bound import exposed_seconds
+from engine_jobs import BATCH, SIZES
+from workers import DROPPED, environment
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "ddp.txt"
+TWO_HOSTS = str(HERE / "two_hosts")
+NUM_RANKS = 2
+MLP_BATCH = 128  # over both ranks
+TURNS = {"nano-cpu": 6, "baby": 2, "mlp": 200}
+
+SPEED_RATIO = {"nano-cpu": 1.25, "baby": 1.10}  # targets: over PyTorch's, on one host
+TWO_HOSTS_SPEED_RATIO = 1.25
+HIDDEN_PERCENT = 65.0
+MLP_SAMPLES_PER_SECOND = 35_000.0
+
+VARIANTS = {
+    "inside": "a step that reduces inside the backward",
+    "after": "a step that reduces after the backward",
+    "alone": "a step that reduces nothing",
+    "messages": "the messages alone",
+    "apart": "the messages alone, one by one",
+    "asleep": "the messages alone, to a process that sleeps",
+}
+
+Result = dict[str, Any]  # the JSON that a job prints
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the report.
+
+    Attributes:
+        values: one a round.
+        target: the smallest median that meets it, if there is one.
+    """
+
+    what: str
+    values: Sequence[float]
+    unit: str
+    target: float | None = None
+
+    def __str__(self) -> str:
+        digits = {"ms": 1, "x": 2}.get(self.unit, 0)
+        middle, low, high = (f"{v:,.{digits}f}" for v in (median(self.values), min(self.values), max(self.values)))
+        line = f"{self.what:<60}{middle:>8} {self.unit:<10}{f'[{low} {high}]':<18}"
+        if self.target is not None:
+            verdict = "met" if median(self.values) >= self.target else "missed"
+            line += f">= {self.target:,.{digits}f} {self.unit}  {verdict}"
+        return line.rstrip()
+
+
+class Host:
+    """Where jobs run.
+
+    Args:
+        launcher: the command that starts ranks, with its flags but -n.
+    """
+
+    def __init__(self, launcher: Sequence[str]) -> None:
+        self._launcher = list(launcher)
+
+    def minigrad(self, size: str, batch: int, variants: Sequence[str] = ("inside",)) -> Result:
+        return self._run("ddp_minigrad.py", size, batch, "--variants", *variants)
+
+    def torch(self, size: str, batch: int) -> Result:
+        return self._run("ddp_torch.py", size, batch, "--port", str(free_port()))
+
+    def _run(self, script: str, size: str, batch: int, *flags: str) -> Result:
+        job = [sys.executable, str(HERE / script), size, "--batch", str(batch), "--turns", str(TURNS[size]), *flags]
+        command = [*self._launcher, "-n", str(NUM_RANKS), *job]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}")
+        result: Result = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def seconds(results: Sequence[Result], variant: str) -> list[float]:
+    """Return the median step of each round."""
+    return [median(result["seconds"][variant]) for result in results]
+
+
+def columns(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each column."""
+    return [median(column) for column in zip(*rows, strict=True)]
+
+
+def compare(size: str, ours: Sequence[Result], theirs: Sequence[Result], target: float) -> Iterator[Line]:
+    """Compare tokens a second, round by round."""
+    tokens = NUM_RANKS * BATCH[size] * SIZES[size]["context"]
+    speeds = [tokens / s for s in seconds(ours, "inside")]
+    peer_speeds = [tokens / s for s in seconds(theirs, "torch")]
+    yield Line(f"{size}: minigrad", speeds, "tokens/s")
+    yield Line(f"{size}: PyTorch DDP", peer_speeds, "tokens/s")
+    ratios = [ours / theirs for ours, theirs in zip(speeds, peer_speeds, strict=True)]
+    yield Line(f"{size}: minigrad / PyTorch DDP", ratios, "x", target)
+
+
+def overlap(what: str, results: Sequence[Result], target: float | None = None) -> Iterator[Line]:
+    """Say how much of the messages a step hides, and what it gains from that."""
+    taken = {variant: seconds(results, variant) for variant in VARIANTS}
+    for variant, meaning in VARIANTS.items():
+        yield Line(f"{what}: {meaning}", [1e3 * s for s in taken[variant]], "ms")
+    steps = zip(taken["inside"], taken["alone"], taken["messages"], strict=True)
+    yield Line(f"{what}: hidden", [100 * (1 - (inside - alone) / own) for inside, alone, own in steps], "%", target)
+    bounds = [
+        1 - exposed_seconds(columns(r["ready"]), columns(r["transfers"]), median(r["cpu"])) / own
+        for r, own in zip(results, taken["messages"], strict=True)
+    ]
+    yield Line(f"{what}: hidden, bound", [100 * bound for bound in bounds], "%")
+    gains = [after / inside for after, inside in zip(taken["after"], taken["inside"], strict=True)]
+    yield Line(f"{what}: gain over reducing after the backward", gains, "x")
+
+
+def matching_batch(size: str, result: Result) -> int:
+    """Return the batch whose backward takes about as long as the messages."""
+    backward = columns(result["ready"])[-1]  # the last bucket is launched at its end
+    return max(1, round(BATCH[size] * median(result["seconds"]["messages"]) / backward))
+
+
+def one_host(host: Host, num_rounds: int) -> Iterator[str]:
+    """Measure two ranks on this machine as it is."""
+    for size in ("nano-cpu", "baby"):
+        rounds = [(host.minigrad(size, BATCH[size]), host.torch(size, BATCH[size])) for _ in range(num_rounds)]
+        ours, theirs = zip(*rounds, strict=True)
+        if size == "nano-cpu":
+            yield f"two ranks on one host; cores that a rank may use: {ours[0]['affinity']}, {theirs[0]['affinity']}"
+        yield from map(str, compare(size, ours, theirs, SPEED_RATIO[size]))
+    mlp = [host.minigrad("mlp", MLP_BATCH // NUM_RANKS) for _ in range(num_rounds)]
+    speeds = [MLP_BATCH / s for s in seconds(mlp, "inside")]
+    yield str(Line(f"MLP, batch {MLP_BATCH} in all: minigrad", speeds, "samples/s", MLP_SAMPLES_PER_SECOND))
+
+
+def two_hosts(host: Host, num_rounds: int) -> Iterator[str]:
+    """Measure two hosts of one core each."""
+    size = "nano-cpu"
+    ours, theirs, matched = [], [], []
+    batch = 0
+    for _ in range(num_rounds):
+        ours.append(host.minigrad(size, BATCH[size], tuple(VARIANTS)))
+        theirs.append(host.torch(size, BATCH[size]))
+        batch = batch or matching_batch(size, ours[0])
+        matched.append(host.minigrad(size, batch, tuple(VARIANTS)))
+    yield f"two hosts, 1 Gbit/s; cores that a rank may use: {ours[0]['affinity']}, {theirs[0]['affinity']}"
+    yield from map(str, compare(size, ours, theirs, TWO_HOSTS_SPEED_RATIO))
+    yield from map(str, overlap(size, ours, HIDDEN_PERCENT))
+    yield from map(str, overlap(f"{size}, batch {batch}", matched))
+
+
+def report(launcher: Sequence[str], num_rounds: int) -> Iterator[str]:
+    """Measure everything; yield the lines as they are known."""
+    yield (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"NumPy {version('numpy')}, PyTorch {version('torch')}, mpi4py {version('mpi4py')}; "
+        f"float32, AdamW, one thread a rank, without {', '.join(DROPPED)}"
+    )
+    yield f"medians of {num_rounds} rounds, the smallest and the largest in brackets"
+    yield from one_host(Host(launcher), num_rounds)
+    trial = subprocess.run([TWO_HOSTS, launcher[0], "--version"], capture_output=True, text=True, check=False)
+    if "Open MPI" in trial.stdout:
+        yield from two_hosts(Host([TWO_HOSTS, *launcher]), num_rounds)
+    else:
+        yield f"two hosts: not measured: {trial.stderr.strip() or 'needs Open MPI'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launcher", default="mpirun", help="the command that starts ranks, with its flags but -n")
+    parser.add_argument("--rounds", type=int, default=4, help="of new processes (default: %(default)s)")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    lines = []
+    for line in report(args.launcher.split(), args.rounds):
+        print(line, flush=True)
+        lines.append(line)
+    lines.append(f"took {(time.perf_counter() - start) / 60:.0f} minutes")
+    print(lines[-1])
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

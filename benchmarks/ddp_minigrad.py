@@ -1,0 +1,182 @@
+"""A job of `ddp.py`: minigrad, data parallel. Rank 0 prints what was measured as one line of JSON.
+
+mpirun -n 2 python benchmarks/ddp_minigrad.py nano-cpu --batch 12 --turns 3 --variants inside after
+mpirun -n 2 python benchmarks/ddp_minigrad.py mlp --batch 64 --turns 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from engine_jobs import LEARNING_RATE, SIZES
+from turns import take_turns
+
+from distributed import (
+    BucketedTrainer,
+    Communicator,
+    DistributedDataParallel,
+    DistributedTrainer,
+    SoloCommunicator,
+    TrainingConfig,
+    Work,
+    world,
+)
+from distributed.comm_hooks import allreduce
+from distributed.trainer import Trainer
+from minigrad import backward_with_hooks, cross_entropy
+from minigrad.models import GPT, MLP, GPTConfig
+from minigrad.optim import SGD, Optimizer
+
+MLP_WIDTHS = [784, 128, 127, 126, 125, 124, 123, 10]  # of ShallowSpeed, which trains it with SGD
+POLL_SECONDS = 200e-6  # of a process that sleeps while messages travel
+TRAINING = TrainingConfig(learning_rate=LEARNING_RATE)
+
+Step = Callable[[], None]
+
+
+class GPTSteps:
+    """The variants of a GPT's step, each with a model of its own.
+
+    Args:
+        batch: sequences a rank.
+
+    Attributes:
+        ready: of each step `alone`, when each bucket would be launched, in seconds from the start of the backward.
+        transfers: of each step `apart`, the seconds of each bucket.
+        cpu: of each step `asleep`, the CPU seconds.
+    """
+
+    def __init__(self, comm: Communicator, size: str, batch: int) -> None:
+        self.comm = comm
+        self.config = GPTConfig(**SIZES[size])
+        shape = (batch, self.config.context + 1)
+        rows = np.random.default_rng(comm.rank).integers(0, self.config.vocab_size, shape)
+        self.x, self.y = rows[:, :-1].copy(), rows[:, 1:].copy()
+        self.ready: list[list[float]] = []
+        self.transfers: list[list[float]] = []
+        self.cpu: list[float] = []
+
+    def inside(self) -> Step:
+        """Reduce inside the backward."""
+        model = GPT(self.config)
+        return self._training(model, BucketedTrainer(model, self.comm, TRAINING))
+
+    def after(self) -> Step:
+        """Reduce after the backward."""
+        model = GPT(self.config)
+        return self._training(model, DistributedTrainer(model, self.comm, TRAINING))
+
+    def alone(self) -> Step:
+        """Reduce nothing."""
+
+        def note(grad: Any, comm: Communicator) -> Work:
+            self.ready[-1].append(time.perf_counter() - self._backward_start)
+            return allreduce(grad, comm)
+
+        model = GPT(self.config)
+        train = self._training(model, BucketedTrainer(model, SoloCommunicator(), TRAINING, comm_hook=note))
+
+        def step() -> None:
+            self.ready.append([])
+            train()
+
+        return step
+
+    def messages(self) -> Step:
+        """Reduce, and do nothing else."""
+        ddp = self._ddp()
+
+        def step() -> None:
+            for work in launch_all(ddp):
+                work.wait()
+
+        return step
+
+    def apart(self) -> Step:
+        """Likewise, one bucket after the other."""
+        ddp = self._ddp()
+
+        def step() -> None:
+            marks = [time.perf_counter()]
+            for bucket in ddp.buckets.buckets:
+                ddp.comm.allreduce(bucket.range.grad).wait()
+                marks.append(time.perf_counter())
+            self.transfers.append(np.diff(marks).tolist())
+
+        return step
+
+    def asleep(self) -> Step:
+        """Likewise, asleep but for a look now and then."""
+        ddp = self._ddp()
+
+        def step() -> None:
+            start = time.process_time()
+            works = launch_all(ddp)
+            while not all(work.test() for work in works):
+                time.sleep(POLL_SECONDS)
+            self.cpu.append(time.process_time() - start)
+
+        return step
+
+    def _ddp(self) -> DistributedDataParallel:
+        return DistributedDataParallel(GPT(self.config), self.comm)
+
+    def _training(self, model: GPT, trainer: Trainer) -> Step:
+        def step() -> None:
+            loss = cross_entropy(model(self.x), self.y)
+            self._backward_start = time.perf_counter()
+            trainer.backward_and_step(loss, num_samples=len(self.x))
+
+        return step
+
+
+def launch_all(ddp: DistributedDataParallel) -> list[Work]:
+    return [ddp.comm.allreduce(bucket.range.grad) for bucket in ddp.buckets.buckets]
+
+
+def mlp(comm: Communicator, batch: int) -> Step:
+    """Prepare a step of ShallowSpeed's MLP; `batch` is of one rank."""
+    generator = np.random.default_rng(comm.rank)
+    x = generator.standard_normal((batch, MLP_WIDTHS[0]), np.float32)
+    y = generator.integers(0, MLP_WIDTHS[-1], batch)
+    model = MLP(MLP_WIDTHS)
+    ddp = DistributedDataParallel(model, comm)
+    optimizer = Optimizer(model.parameters(), SGD(LEARNING_RATE))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        backward_with_hooks(loss, ddp.hooks(num_samples=batch))
+        ddp.wait()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=["mlp", *SIZES])
+    parser.add_argument("--batch", type=int, required=True, help="samples a rank")
+    parser.add_argument("--turns", type=int, required=True, help="of each variant, a few steps each")
+    parser.add_argument("--variants", nargs="+", default=["inside"], help="of a GPT")
+    args = parser.parse_args()
+    comm = world()
+    notes = {}
+    if args.size == "mlp":
+        variants = {"inside": mlp(comm, args.batch)}
+    else:
+        steps = GPTSteps(comm, args.size, args.batch)
+        variants = {name: getattr(steps, name)() for name in args.variants}
+        notes = {"ready": steps.ready, "transfers": steps.transfers, "cpu": steps.cpu}
+    result = take_turns(variants, args.turns, barrier=comm.barrier, gather=comm.gather_objects)
+    if comm.rank == 0:
+        print(json.dumps(result | notes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The engine's benchmark: its report, its workers, and its jobs on a tiny model."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from engine import Line, ratio
+from engine_jobs import BATCH, SIZES, STEPS, matrix_products, status_bytes
+from workers import Worker, environment, interleave, once
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
+WITHOUT_TORCH = [name for name in STEPS if "torch" not in name]
+
+
+@pytest.mark.parametrize(("measured", "verdict"), [(0.9, "met"), (0.91, "missed")])
+def test_a_line_says_whether_its_target_is_met(measured: float, verdict: str) -> None:
+    assert str(Line("a / b", measured, "x", 0.9)).split()[-4:] == ["<=", "0.90", "x", verdict]
+
+
+def test_a_line_without_a_target_is_only_measured() -> None:
+    assert str(Line("a step", 1234.56, "ms")).split() == ["a", "step", "1,234.6", "ms"]
+
+
+def test_a_ratio_is_that_of_pairs() -> None:
+    line = ratio("a / b", [1, 20, 3], [2, 10, 3])  # neighbours: 0.5, 2, 1
+    assert line.measured == 1
+    assert line.spread == pytest.approx((0.6, 1.8))
+
+
+def test_a_worker_has_one_thread_and_the_kernels_that_the_library_chooses() -> None:
+    outside = {"PATH": "/bin", "OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_NUM_THREADS": "8"}
+    threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
+    assert environment(outside) == {"PATH": "/bin", **threads}
+
+
+def test_a_job_that_ends_says_which(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="the job 'chain nothing' ended with exit code 1"):
+        Worker(["chain", "nothing"])
+    assert "KeyError: 'nothing'" in capfd.readouterr().err
+
+
+def test_jobs_take_turns_in_every_round() -> None:
+    seconds = interleave({"bare": ("chain", "numpy"), "ours": ("chain", "minigrad")}, num_rounds=2, num_turns=2)
+    assert {name: len(values) for name, values in seconds.items()} == {"bare": 4, "ours": 4}
+    assert all(0 < bare < ours for bare, ours in zip(seconds["bare"], seconds["ours"], strict=True))
+
+
+@pytest.mark.parametrize("engine", WITHOUT_TORCH)
+def test_a_step_takes_time(engine: str) -> None:
+    assert once(["step", engine, "tiny"]) > 0
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("engine", sorted(set(STEPS) - set(WITHOUT_TORCH)))
+def test_a_step_of_torchs_takes_time(engine: str) -> None:
+    pytest.importorskip("torch")
+    assert once(["step", engine, "tiny"]) > 0
+
+
+@needs_proc
+def test_memory_counts_what_a_step_needs() -> None:
+    parameters = 4 * 800_000  # bytes of the smaller GPT: with gradients and AdamW's moments four times that
+    assert 4 * parameters < once(["memory", "minigrad", "nano-cpu"]) < 2**28
+
+
+@needs_proc
+def test_an_unknown_memory_field_is_refused() -> None:
+    with pytest.raises(ValueError, match="/proc/self/status has no field VmNothing"):
+        status_bytes("VmNothing")
+
+
+def test_import_of_minigrad_loads_no_mpi() -> None:
+    answer = once(["import"])
+    assert answer["seconds"] > 0
+    assert answer["mpi"] == 0
+
+
+def test_the_matrix_products_are_those_of_a_step() -> None:
+    s, rows = SIZES["nano-cpu"], BATCH["nano-cpu"] * SIZES["nano-cpu"]["context"]
+    linear = s["num_layers"] * 12 * s["width"] ** 2 + s["vocab_size"] * s["width"]
+    attention = s["num_layers"] * s["context"] * s["width"]  # of each query, for one of six products
+    multiplications = sum(a.size * b.shape[-1] for a, b, _ in matrix_products("nano-cpu"))
+    assert multiplications == rows * (3 * linear + 6 * attention)

@@ -1,0 +1,130 @@
+"""PyTorch's numbers: every op, and a GPT in training. Run by `make test-peers`, as PyTorch is a large download.
+
+PyTorch is loaded by the tests that need it, never while tests are collected.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import op_rows_math
+import op_rows_nn
+import pytest
+from op_table import Row, is_array, is_float
+
+import minigrad as mg
+from minigrad import ops
+from minigrad.models import GPT, GPTConfig
+from minigrad.optim import AdamW, Optimizer
+
+pytestmark = pytest.mark.peers
+
+ROWS = op_rows_math.ROWS + op_rows_nn.ROWS
+SIZES = {"vocab_size": 65, "context": 64, "num_layers": 2, "num_heads": 4, "width": 128}
+BATCH = 6
+
+
+@pytest.fixture(scope="module")
+def torch() -> ModuleType:
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def peers(torch: ModuleType) -> ModuleType:
+    import torch_counterparts
+
+    return torch_counterparts
+
+
+def to_torch(torch: ModuleType, x: Any) -> Any:
+    """Return a tensor with a copy of the array, a leaf if it is floating point; numbers stay."""
+    return torch.tensor(x, requires_grad=is_float(x)) if is_array(x) else x
+
+
+def random_text() -> tuple[Any, Any]:
+    text = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (BATCH, SIZES["context"] + 1))
+    return text[:, :-1].copy(), text[:, 1:].copy()
+
+
+def same_gpts(torch: ModuleType, dtype: Any) -> tuple[GPT, Any]:
+    """Return a GPT and its peer with the same weights."""
+    from torch_gpt import TorchGPT
+
+    model = GPT(GPTConfig(**SIZES), dtype=dtype)
+    peer = TorchGPT(**SIZES).to(torch.from_numpy(np.empty(0, dtype)).dtype)
+    peer.load(model.state_dict())
+    return model, peer
+
+
+def test_every_op_has_a_counterpart_or_a_reason(peers: ModuleType) -> None:
+    assert set(peers.COUNTERPARTS) | set(peers.WITHOUT) == set(ops.__all__)
+    assert not set(peers.COUNTERPARTS) & set(peers.WITHOUT)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.name}-{i}" for i, row in enumerate(ROWS)])
+def test_value_and_gradients_of_an_op_are_torchs(row: Row, torch: ModuleType, peers: ModuleType) -> None:
+    if row.name in peers.WITHOUT:
+        pytest.skip(f"PyTorch has no {row.name}: {peers.WITHOUT[row.name]}")
+    if row.name not in peers.COUNTERPARTS:
+        pytest.fail(f"torch_counterparts.py says nothing of {row.name}")
+    args = row.sample()
+    tensors = [mg.Tensor(x, requires_grad=True) if is_float(x) else x for x in args]
+    theirs = [to_torch(torch, x) for x in args]
+    y, expected = row.op(*tensors, **row.kwargs), peers.COUNTERPARTS[row.name](*theirs, **row.kwargs)
+    np.testing.assert_allclose(y.data, expected.detach().numpy(), rtol=1e-9, atol=1e-12)
+
+    cotangent = np.asarray(np.random.default_rng(8).standard_normal(y.shape))
+    mg.backward_with_grad(y, cotangent)
+    expected.backward(torch.from_numpy(cotangent))
+    for i, x in enumerate(args):
+        if is_float(x):
+            np.testing.assert_allclose(
+                tensors[i].grad, theirs[i].grad.numpy(), rtol=1e-9, atol=1e-12, err_msg=f"gradient of argument {i}"
+            )
+
+
+def test_gradients_of_a_gpt_are_torchs(torch: ModuleType) -> None:
+    model, peer = same_gpts(torch, np.float64)
+    x, y = random_text()
+    loss, expected = mg.cross_entropy(model(x), y), peer.loss(torch.from_numpy(x), torch.from_numpy(y))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    mg.backward(loss)
+    expected.backward()
+    peer_grads = peer.by_minigrad_name(lambda p: p.grad)
+    for name, p in model.named_parameters().items():
+        np.testing.assert_allclose(p.grad, peer_grads[name].numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    # At the higher rate AdamW makes 1e-4 of float32's rounding, in PyTorch as much as here, and 1e-11 of float64's.
+    ("dtype", "lr", "tolerance"),
+    [(np.float32, 1e-4, 1e-5), (np.float64, 1e-3, 1e-9)],
+)
+def test_a_gpt_learns_as_torchs(torch: ModuleType, dtype: Any, lr: float, tolerance: float) -> None:
+    model, peer = same_gpts(torch, dtype)
+    optimizer, peer_optimizer = Optimizer(model.parameters(), AdamW(lr)), peer.adamw(lr=lr)
+    x, y = random_text()
+    losses, expected = [], []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = mg.cross_entropy(model(x), y)
+        mg.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+
+        peer_optimizer.zero_grad()
+        peer_loss = peer.loss(torch.from_numpy(x), torch.from_numpy(y))
+        peer_loss.backward()
+        peer_optimizer.step()
+        expected.append(peer_loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    np.testing.assert_allclose(losses, expected, rtol=tolerance)
+
+
+def test_a_peer_of_another_size_is_refused(torch: ModuleType) -> None:
+    _, peer = same_gpts(torch, np.float32)
+    deeper = GPT(GPTConfig(**{**SIZES, "num_layers": 3}))
+    with pytest.raises(ValueError, match=r"the models differ: \['block2.attention.out.bias', "):
+        peer.load(deeper.state_dict())
