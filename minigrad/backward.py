@@ -20,7 +20,6 @@ from typing import Any
 from .backend import Array, xp_of
 from .tape import (
     ALREADY_WALKED,
-    Joint,
     Node,
     Replay,
     Vjp,
@@ -242,26 +241,32 @@ def _walk(
         g = cotangents.pop(node)
         if node.changes != changes.count:
             _check_unchanged(node)
-        if type(node.vjps) is Replay:
+        vjps = node.vjps
+        if type(vjps) is Replay:
             left += _replay(node, g, cotangents, pending, between_ops, deferred)
             continue
-        edges = _take_edges(node, g, watch)
+        edges: Iterable[Edge]
+        if type(vjps) is tuple:
+            edges = zip(node.parents, vjps, strict=True)  # type: ignore[arg-type]  # both are None once walked
+            node.parents = node.vjps = None
+        else:
+            edges = _joint_edges(node, g, watch)
         if deferred is not None:
             edges = _defer_weights(node, edges, g, deferred)
         for parent, vjp in edges:
             c = vjp(g) if watch is None else watch.backward(node, vjp, g)
             if type(parent) is Node:
-                have = cotangents.get(parent)
-                if have is None:
+                if parent not in cotangents:
                     cotangents[parent] = c
                 elif parent in owned:
+                    have = cotangents[parent]
                     have += c
                 else:
-                    cotangents[parent] = have + c
+                    cotangents[parent] = cotangents[parent] + c
                     if parent.shape:  # a sum of 0-d arrays is a NumPy scalar, which cannot be added to in place
                         owned.add(parent)
                 continue
-            if c.shape != parent.shape:
+            if c.shape != parent._data.shape:
                 raise ValueError(f"{node.name}: a vjp gave shape {c.shape} to {parent.label} of shape {parent.shape}")
             parent.accumulate_grad(c)
             if parent in pending:
@@ -272,16 +277,14 @@ def _walk(
             between_ops()
 
 
-def _take_edges(node: Node, g: Array, watch: Watch | None) -> Iterable[Edge]:
-    """Take the edges off a node, which frees it; those of a joint vjp, run here, only hand their part over."""
-    parents, vjps = node.parents, node.vjps
-    if parents is None:  # two weight halves can meet in a node, such as one w.T for two outputs
+def _joint_edges(node: Node, g: Array, watch: Watch | None) -> Iterable[Edge]:
+    """Take the edges off a node with a joint vjp, which runs here: each edge only hands its part over."""
+    parents, joint = node.parents, node.vjps
+    if parents is None or joint is None:  # two weight halves can meet in a node, such as one w.T for two outputs
         raise RuntimeError(ALREADY_WALKED)
     node.parents = node.vjps = None
-    if type(vjps) is Joint:
-        contributions = vjps(g) if watch is None else watch.backward(node, vjps, g)
-        vjps = tuple([_constant(c) for c in contributions])
-    return zip(parents, vjps, strict=True)  # type: ignore[arg-type]  # a Replay never comes here
+    contributions = joint(g) if watch is None else watch.backward(node, joint, g)  # type: ignore[operator]
+    return [(parent, _constant(c)) for parent, c in zip(parents, contributions, strict=True)]
 
 
 def _constant(c: Array) -> Vjp:

@@ -167,11 +167,13 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
     def apply(*args: Any, **kwargs: Any) -> Tensor:
         arrays: list[Any] = []
         wanted = []  # positions of the arguments that need a gradient
+        parents: list[Node | Tensor] = []  # where those come from
         weight_side: bool | None = None
         for x in args:
             if isinstance(x, Tensor):
                 if x.requires_grad:
                     wanted.append(len(arrays))
+                    parents.append(x.node or x)
                 arrays.append(x._data)
                 side = x.weight_side
             elif isinstance(x, (int, float, np.generic)):
@@ -204,8 +206,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                     vjps = tuple([vjps[i] for i in wanted])
                 if None in vjps:
                     raise TypeError(f"{name}: argument {wanted[vjps.index(None)]} has no derivative but requires grad")
-            parents = tuple([args[i].node or args[i] for i in wanted])
-            node = Node(name, parents, vjps, y.shape, y.dtype, weight_side, seen)
+            node = Node(name, tuple(parents), vjps, y.shape, y.dtype, weight_side, seen)
         return made_by(node, y, weight_side)
 
     return apply

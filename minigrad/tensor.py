@@ -109,23 +109,20 @@ class Tensor:
         if value.shape != self._data.shape:
             raise ValueError(f"{self.label}.grad has shape {self._data.shape}, got {value.shape}")
         self._fresh = True
-        self._add_to_grad(value)
+        self.accumulate_grad(value)
 
     def accumulate_grad(self, g: Array) -> None:
         """Add one contribution to the gradient; the first one after a reset overwrites."""
-        self._add_to_grad(g)
+        if not self._fresh:
+            self._grad += g
+            return
+        if self._grad is None:
+            self._grad = xp_of(self._data).empty_like(self._data)
+        self._grad[...] = g
+        self._fresh = False
 
     def _open_grad(self) -> None:
         """Check that the gradient may be replaced; anybody's may, but a parameter's not while it is being reduced."""
-
-    def _add_to_grad(self, g: Array) -> None:
-        if self._grad is None:
-            self._grad = xp_of(self._data).empty_like(self._data)
-        if self._fresh:
-            self._grad[...] = g
-            self._fresh = False
-        else:
-            self._grad += g
 
     def detach(self) -> Tensor:
         """Return a tensor that shares this one's data and is cut from the tape."""
@@ -274,7 +271,7 @@ class Parameter(Tensor):
         """Add one contribution to the gradient; refused once it is on its way to other ranks, until zero_grad."""
         if self.grad_state is not GradState.LOCAL:
             self.refuse_grad("backward into")
-        self._add_to_grad(g)
+        super().accumulate_grad(g)
 
     def refuse_grad(self, what: str) -> NoReturn:
         """Raise RuntimeError: `what` is wrong in the state of this gradient."""
