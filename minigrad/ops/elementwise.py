@@ -13,7 +13,7 @@ import numpy as np
 
 from ..backend import Array, xp_of
 from ..tape import op
-from .operands import fit, half_in_float32, pair, select
+from .operands import broadcasting, fit, half_in_float32, pair, select
 
 Vjp = Callable[[Array], Array]
 
@@ -27,35 +27,32 @@ def _negate(g: Array) -> Array:
 
 
 @op
+@broadcasting
 def add(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Add. d/da = 1, d/db = 1."""
-    a, b = pair("add", a, b)
-    y = a + b
-    return y, fit(a, b, y, _pass_on, _pass_on)
+    return a + b, (_pass_on, _pass_on)
 
 
 @op
+@broadcasting
 def sub(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Subtract. d/da = 1, d/db = -1."""
-    a, b = pair("sub", a, b)
-    y = a - b
-    return y, fit(a, b, y, _pass_on, _negate)
+    return a - b, (_pass_on, _negate)
 
 
 @op
+@broadcasting
 def mul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Multiply. d/da = b, d/db = a."""
-    a, b = pair("mul", a, b)
-    y = a * b
-    return y, fit(a, b, y, lambda g: g * b, lambda g: g * a)
+    return a * b, (lambda g: g * b, lambda g: g * a)
 
 
 @op
+@broadcasting
 def div(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Divide: y = a / b. d/da = 1 / b, d/db = -y / b."""
-    a, b = pair("div", a, b)
     y = a / b
-    return y, fit(a, b, y, lambda g: g / b, lambda g: -g * y / b)
+    return y, (lambda g: g / b, lambda g: -g * y / b)
 
 
 @op

@@ -72,6 +72,21 @@ def fit(a: Any, b: Any, y: Array, vjp_a: Vjp, vjp_b: Vjp) -> tuple[Vjp, Vjp]:
     return vjp_a, vjp_b
 
 
+def broadcasting(function: Callable[[Array, Array], tuple[Array, tuple[Vjp, Vjp]]]) -> Callable[..., Any]:
+    """Let an op's function of two equal shapes and dtypes take whatever operands broadcast: `pair`, then `fit`."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def meeting(a: Any, b: Any) -> tuple[Array, tuple[Vjp, Vjp]]:
+        if type(a) is type(b) is np.ndarray and a.dtype is b.dtype and a.shape == b.shape:
+            return function(a, b)  # nothing to bring together or back
+        a, b = pair(name, a, b)
+        y, (vjp_a, vjp_b) = function(a, b)
+        return y, fit(a, b, y, vjp_a, vjp_b)
+
+    return meeting
+
+
 def fit_one(x: Array, vjp: Vjp) -> Vjp:
     """Return `vjp`, followed by what brings a gradient to the shape and dtype of x."""
     shape, dtype = x.shape, x.dtype
