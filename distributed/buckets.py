@@ -26,7 +26,8 @@ from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.tensor import GradState, Parameter
 
 DEFAULT_BUCKET_BYTES = 25 << 20
-EDGE_BUCKET_BYTES = 1 << 20  # of the first and the last bucket
+EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
+MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than an edge: one bucket hides nothing
 
 
 @dataclass
@@ -54,7 +55,8 @@ class GradientBucketManager:
     Args:
         params: parameters, or triples, in model order: backward finishes them in reverse.
         comm: the ranks to average over; every rank gives the same layout.
-        bucket_bytes: a bucket is closed when the next gradient would exceed this. One gradient may be larger.
+        bucket_bytes: a bucket is closed when the next gradient would exceed this, or a sixteenth of all gradients.
+            One gradient may be larger.
         last: parameters among `params` that are final only after the backward; each gets a bucket, at the end.
         comm_hook: how a bucket travels; the same on every rank.
 
@@ -78,7 +80,9 @@ class GradientBucketManager:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         self.comm = comm
         self.params = list(dict.fromkeys(p if isinstance(p, Parameter) else _from_triple(*p) for p in params))
-        self.buckets = [Bucket(part) for part in plan_buckets(self.params, bucket_bytes, last)]
+        share_bytes = sum(p.data.nbytes for p in self.params) // MIN_NUM_BUCKETS
+        limit = min(bucket_bytes, max(EDGE_BUCKET_BYTES, share_bytes))
+        self.buckets = [Bucket(part) for part in plan_buckets(self.params, limit, last)]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
         self._by_name = {p.name: p for p in self.params}
         self._comm_hook = comm_hook

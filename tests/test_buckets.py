@@ -100,6 +100,15 @@ def test_only_last_ones():
     assert plan(params, 100, last=params) == "a | b"
 
 
+def test_a_model_is_cut_into_enough_buckets_to_overlap_something(monkeypatch):
+    monkeypatch.setattr(buckets, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
+    params = [Parameter(np.zeros(4), f"p{i}") for i in range(32)]
+    sizes = [len(bucket.range.params) for bucket in GradientBucketManager(params, SoloCommunicator()).buckets]
+    assert sizes == [1, 1, *[2] * 14, 1, 1]
+    few = GradientBucketManager([Parameter(np.zeros(1), f"q{i}") for i in range(4)], SoloCommunicator())
+    assert [len(bucket.range.params) for bucket in few.buckets] == [2, 2]  # none is smaller than an edge
+
+
 def test_no_parameters_make_no_bucket():
     manager = GradientBucketManager([], SoloCommunicator())
     assert manager.num_buckets == 0
