@@ -22,6 +22,7 @@ import numpy as np
 
 from distributed.comm_hooks import CommHook, allreduce
 from distributed.communicator import Communicator, ReduceOp, Work
+from minigrad.backend import xp_of
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.tensor import GradState, Parameter
 
@@ -105,6 +106,15 @@ class GradientBucketManager:
         """Return the gradient called `name`: a view into its bucket, averaged in place by `wait`."""
         return self._by_name[name].grad_view()
 
+    def move_gradients(self) -> None:
+        """Let the gradients live where the communicator reduces them fastest. Collective.
+
+        Every rank must have them in the same places of its flats: see `check_buckets`.
+        """
+        for flat in dict.fromkeys(bucket.range.flat for bucket in self.buckets):
+            if self.comm.size > 1 and xp_of(flat.grad) is np:
+                flat.move_grad(self.comm.buffer(flat.grad.size, flat.grad.dtype))
+
     def reset(self, share: float | None = None) -> None:
         """Expect every gradient anew.
 
@@ -171,9 +181,10 @@ class GradientBucketManager:
             raise RuntimeError(self._message("wait() without a reduction; run a backward with the hooks first"))
         if self._num_launched < self.num_buckets:
             raise RuntimeError(self._message("wait() before every gradient was ready"))
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             assert bucket.work is not None
-            bucket.work.wait()
+            with self.comm.waiting_for(f"bucket {number} of {self.num_buckets}, {bucket.range.params[0].name} ..."):
+                bucket.work.wait()
             for p in bucket.range.params:
                 p.grad_state = GradState.REDUCED
         self._under_way = False

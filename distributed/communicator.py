@@ -2,12 +2,14 @@
 
 `Communicator` is a group of ranks with collectives and point-to-point messages, named after MPI. Everything that
 moves an array returns a `Work` and does not block; blocking is `.wait()`. The public methods check their arguments
-once, here, before anything is sent; a subclass supplies the methods that start with an underscore. `SoloCommunicator`
-is the group of one, so that a script needs no other code path outside mpirun.
+once, here, before anything is sent, cut what is too long for one message, and take GPU arrays by way of the host where
+the subclass cannot read them; a subclass supplies the methods that start with an underscore. `SoloCommunicator` is the
+group of one, so that a script needs no other code path outside mpirun.
 
 Rules that hold for every subclass: all ranks call collectives in the same order; an array handed over must not be
 touched until its Work is complete; the communicator itself keeps unfinished Work and its arrays alive, so dropping a
-Work is safe; one thread at a time uses a communicator. NumPy arrays only.
+Work is safe; one thread at a time uses a communicator. A CuPy array is read after what its current stream has to do
+already, and its result is there for what that stream does after wait().
 """
 
 from __future__ import annotations
@@ -15,64 +17,43 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from enum import Enum
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array: TypeAlias = NDArray[Any]
+from distributed.carrying import carry, carry_rows
+from distributed.messages import as_bytes, check_array, unpack
+from distributed.reduction import ReduceOp, check_reducible
+from distributed.work import Array, CompletedWork, Work
+from minigrad.backend import synchronize, xp_of
 
 PORTABLE_MAX_TAG = (
     32767  # every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise
 )
+MAX_MESSAGE_ELEMENTS = 2**31 - 1  # MPI counts in C ints
+_MAX_MESSAGE_BYTES = 2**31 - 1  # which may count bytes, whatever the dtype
 
-
-class ReduceOp(Enum):
-    """How a reduction combines the values of two ranks. A mean is the caller's division."""
-
-    SUM = "sum"
-    MIN = "min"
-    MAX = "max"
-
-
-class Work(ABC):
-    """An operation under way."""
-
-    @abstractmethod
-    def wait(self) -> Array:
-        """Block until the operation is complete and return its result; later calls return it again."""
-
-    @abstractmethod
-    def test(self) -> bool:
-        """Return whether the operation is complete, without blocking.
-
-        Once it has returned True the result is there, and wait() does not block.
-        """
-
-
-class CompletedWork(Work):
-    """An operation that was over at once."""
-
-    def __init__(self, result: Array) -> None:
-        self._result = result
-
-    def wait(self) -> Array:
-        return self._result
-
-    def test(self) -> bool:
-        return True
+WaitContext = str | Callable[[], str]
 
 
 class Communicator(ABC):
-    """A group of ranks, 0 to size - 1, of which this process is `rank`."""
+    """A group of ranks, 0 to size - 1, of which this process is `rank`.
 
-    rank: int
-    size: int
+    Attributes:
+        max_message_elements: what is longer goes in several messages. The same on every rank.
+    Raises:
+        ValueError: max_message_elements is not positive.
+    """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, *, max_message_elements: int = MAX_MESSAGE_ELEMENTS) -> None:
+        if max_message_elements < 1:
+            raise ValueError(f"max_message_elements must be positive, got {max_message_elements}")
         self.rank = rank
         self.size = size
+        self.max_message_elements = max_message_elements
+        self._wait_contexts: list[WaitContext] = []
 
     @property
     @abstractmethod
@@ -97,23 +78,28 @@ class Communicator(ABC):
             ValueError: root is no rank, or `array` is not contiguous or not writeable.
         """
         self._check_rank("broadcast", "root", root)
-        _check_array("broadcast", array, written=True)
-        return self._broadcast(array, root)
+        check_array("broadcast", array, written=True)
+        return self._carry("broadcast", array, lambda part: self._broadcast(part, root))
 
     def allreduce(self, array: Array, *, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Overwrite `array` with its reduction over all ranks, on every rank.
 
-        Collective; the same shape and dtype on every rank. The order of summation is the subclass's own: bits may
-        differ from one communicator to another.
+        Collective; the same shape and dtype on every rank. float16 and bfloat16 are added up in float32. The order of
+        summation is the subclass's own: bits may differ from one communicator to another.
 
+        Args:
+            array: contiguous; a slice of `buffer()` is reduced fastest.
+            op: elementwise reduction.
         Returns:
             Work whose wait() gives `array`.
         Raises:
+            TypeError: `array` is not of native integers or floats, or op is MEAN and it is not of floats.
             ValueError: `array` is not contiguous or not writeable.
         Cost: 2 (size - 1) / size * array.nbytes sent per rank (ring).
         """
-        _check_array("allreduce", array, written=True)
-        return self._allreduce(array, op)
+        check_array("allreduce", array, written=True)
+        check_reducible("allreduce", array.dtype, op)
+        return self._carry("allreduce", array, lambda part: self._allreduce(part, op))
 
     def reduce_scatter(self, flat: Array, *, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Reduce `flat` over ranks and leave this rank its own slice.
@@ -126,17 +112,26 @@ class Communicator(ABC):
         Returns:
             Work whose wait() gives the (n,) slice [rank * n : (rank + 1) * n] of `flat`, a view.
         Raises:
+            TypeError: `flat` is not of native integers or floats, or op is MEAN and it is not of floats.
             ValueError: `flat` is not 1-D, contiguous and writeable, or flat.size is not divisible by size.
         Cost: (size - 1) / size * flat.nbytes sent per rank (ring).
         Source: MPI 4.1, section 6.10; Rajbhandari et al. 2020 (ZeRO), section 5.
         """
-        _check_array("reduce_scatter", flat, written=True)
+        check_array("reduce_scatter", flat, written=True)
+        check_reducible("reduce_scatter", flat.dtype, op)
         if flat.ndim != 1 or flat.size % self.size:
             raise ValueError(
                 f"reduce_scatter needs a 1-D array whose size is divisible by the number of ranks, "
                 f"got shape {flat.shape} and {self.size} ranks"
             )
-        return self._reduce_scatter(flat, op)
+        own = slice(self.rank * flat.size // self.size, (self.rank + 1) * flat.size // self.size)
+        return self._carry_rows(
+            "reduce_scatter",
+            flat,
+            self.size,
+            lambda part: self._reduce_scatter(part.reshape(-1), op),
+            lambda: flat[own],
+        )
 
     def allgather(self, array: Array) -> Work:
         """Collect the arrays of all ranks, in rank order, on every rank.
@@ -149,8 +144,47 @@ class Communicator(ABC):
             ValueError: `array` is not contiguous.
         Cost: (size - 1) * array.nbytes received per rank.
         """
-        _check_array("allgather", array, written=False)
-        return self._allgather(array)
+        check_array("allgather", array, written=False)
+        return self._carry_rows(
+            "allgather",
+            array,
+            1,
+            self._allgather,
+            lambda: xp_of(array).empty((self.size, *array.shape), array.dtype),
+        )
+
+    def all_to_all(self, array: Array) -> Work:
+        """Send row r of `array` to rank r, and collect the rows that all ranks send here, in rank order.
+
+        Collective. Any dtype; the same shape and dtype on every rank.
+
+        Args:
+            array: (size, ...) contiguous.
+        Returns:
+            Work whose wait() gives a new array of the same shape.
+        Raises:
+            ValueError: `array` is not contiguous, or has not one row for each rank.
+        Cost: (size - 1) / size * array.nbytes sent per rank.
+        """
+        check_array("all_to_all", array, written=False)
+        if array.ndim == 0 or len(array) != self.size:
+            raise ValueError(f"all_to_all needs one row for each of {self.size} ranks, got shape {array.shape}")
+        return self._carry_rows(
+            "all_to_all", array, self.size, self._all_to_all, lambda: xp_of(array).empty_like(array)
+        )
+
+    def buffer(self, num_elements: int, dtype: Any) -> Array:
+        """Return memory from which this communicator reduces fastest: (num_elements,) zeros.
+
+        Collective, blocking. An allreduce of any slice of it takes the fast way, if every rank gives the same slice.
+
+        Raises:
+            ValueError: the ranks ask for different things; the same message on every rank.
+        """
+        wanted = self.gather_objects((int(num_elements), np.dtype(dtype).name))
+        if len(set(wanted)) > 1:
+            raise ValueError(f"buffer needs the same size and dtype on every rank, got {wanted} by rank")
+        return self._buffer(int(num_elements), np.dtype(dtype))
 
     @abstractmethod
     def gather_objects(self, obj: object) -> list[Any]:
@@ -193,8 +227,8 @@ class Communicator(ABC):
             ValueError: dest is no rank, tag is not in 0..max_tag, or `array` is not contiguous.
         """
         self._check_message("isend", "dest", dest, tag)
-        _check_array("isend", array, written=False)
-        return self._isend(array, dest, tag)
+        check_array("isend", array, written=False)
+        return self._carry("isend", array, lambda part: self._isend(part, dest, tag), written=False)
 
     def irecv(self, array: Array, *, source: int, tag: int) -> Work:
         """Receive a message of exactly array.nbytes bytes from rank `source` into `array`.
@@ -205,8 +239,8 @@ class Communicator(ABC):
             ValueError: source is no rank, tag is not in 0..max_tag, or `array` is not contiguous or not writeable.
         """
         self._check_message("irecv", "source", source, tag)
-        _check_array("irecv", array, written=True)
-        return self._irecv(array, source, tag)
+        check_array("irecv", array, written=True)
+        return self._carry("irecv", array, lambda part: self._irecv(part, source, tag))
 
     def send(self, array: Array, *, dest: int, tag: int) -> None:
         """Send and block until `array` may be written to again; see isend."""
@@ -219,6 +253,22 @@ class Communicator(ABC):
     def progress(self) -> None:
         """Let unfinished work move; cheap enough to call between any two ops of a backward."""
         return  # where work moves by itself
+
+    @contextmanager
+    def waiting_for(self, what: WaitContext) -> Iterator[None]:
+        """Say in whose name this communicator waits inside the `with`, should a wait last too long.
+
+            with comm.waiting_for(lambda: f"bucket {i}, pending: {names}"):
+                work.wait()
+
+        Args:
+            what: words for the error message, or a function that finds them, called only then.
+        """
+        self._wait_contexts.append(what)
+        try:
+            yield
+        finally:
+            self._wait_contexts.pop()
 
     @abstractmethod
     def abort(self, message: str) -> NoReturn:
@@ -239,6 +289,9 @@ class Communicator(ABC):
     def _allgather(self, array: Array) -> Work: ...
 
     @abstractmethod
+    def _all_to_all(self, array: Array) -> Work: ...
+
+    @abstractmethod
     def _split(self, color: int, key: int) -> Communicator: ...
 
     @abstractmethod
@@ -246,6 +299,41 @@ class Communicator(ABC):
 
     @abstractmethod
     def _irecv(self, array: Array, source: int, tag: int) -> Work: ...
+
+    def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
+        return np.zeros(num_elements, dtype)
+
+    def _reads_gpu_memory(self, call: str) -> bool:
+        """Whether this operation takes GPU arrays as they are."""
+        return False
+
+    def _describe_context(self) -> str:
+        """Say in whose name this communicator waits, for the end of an error message."""
+        contexts = [what if isinstance(what, str) else what() for what in self._wait_contexts]
+        return "".join(f", for {context}" for context in contexts)
+
+    def _carry(self, call: str, array: Array, start: Callable[[Array], Work], *, written: bool = True) -> Work:
+        direct, longest = self._goes_directly(call, array), self._longest_message(array)
+        return carry(array, start, direct=direct, longest=longest, written=written)
+
+    def _carry_rows(
+        self, call: str, array: Array, num_rows: int, start: Callable[[Array], Work], target: Callable[[], Array]
+    ) -> Work:
+        direct, longest = self._goes_directly(call, array), self._longest_message(array)
+        return carry_rows(array, num_rows, start, target, direct=direct, longest=longest)
+
+    def _goes_directly(self, call: str, array: Array) -> bool:
+        """Return whether `array` goes as it is; a GPU array that does is finished first."""
+        if xp_of(array) is np:
+            return True
+        if self._reads_gpu_memory(call):
+            synchronize(array)
+            return True
+        return False
+
+    def _longest_message(self, array: Array) -> int:
+        """Return how many elements of `array` may go in one message."""
+        return min(self.max_message_elements, _MAX_MESSAGE_BYTES // max(array.itemsize, 1))
 
     def _check_rank(self, call: str, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -263,8 +351,8 @@ class SoloCommunicator(Communicator):
     A receive that is waited for before its send would wait for ever, so that wait raises RuntimeError.
     """
 
-    def __init__(self) -> None:
-        super().__init__(rank=0, size=1)
+    def __init__(self, *, max_message_elements: int = MAX_MESSAGE_ELEMENTS) -> None:
+        super().__init__(rank=0, size=1, max_message_elements=max_message_elements)
         self._messages: dict[tuple[int, int], Array] = {}  # by tag and number within the tag
         self._num_sent: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._num_posted: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
@@ -298,8 +386,14 @@ class SoloCommunicator(Communicator):
     def _allgather(self, array: Array) -> Work:
         return CompletedWork(array[np.newaxis].copy())
 
+    def _all_to_all(self, array: Array) -> Work:
+        return CompletedWork(array.copy())
+
     def _split(self, color: int, key: int) -> Communicator:
-        return SoloCommunicator()
+        return SoloCommunicator(max_message_elements=self.max_message_elements)
+
+    def _reads_gpu_memory(self, call: str) -> bool:
+        return call not in ("isend", "irecv")  # a message may come from a GPU and go to the host
 
     def _isend(self, array: Array, dest: int, tag: int) -> Work:
         self._messages[tag, next(self._num_sent[tag])] = as_bytes(array).copy()
@@ -327,34 +421,3 @@ class _SoloReceive(Work):
         if not self.test():
             raise RuntimeError(f"a single rank waits for a message to itself, tag {self._key[0]}, before it sends it")
         return self._array
-
-
-def as_bytes(array: Array) -> Array:
-    """View a contiguous array of any shape and dtype as its bytes, (nbytes,) uint8."""
-    return array.reshape(-1).view(np.uint8)
-
-
-def unpack(message: Array, array: Array, *, source: int, tag: int) -> Array:
-    """Copy the bytes of a received message into `array`, which must be of its size."""
-    if message.nbytes != array.nbytes:
-        raise message_size_error(array, source=source, tag=tag, longer=message.nbytes > array.nbytes)
-    as_bytes(array)[:] = message
-    return array
-
-
-def message_size_error(array: Array, *, source: int, tag: int, longer: bool) -> ValueError:
-    """Make the error of a message that is longer or shorter than its receive."""
-    return ValueError(
-        f"a receive must be as large as its message, but the one from rank {source}, tag {tag}, is "
-        f"{'longer' if longer else 'shorter'} than {array.dtype}{list(array.shape)}, {array.nbytes} bytes"
-    )
-
-
-def _check_array(call: str, array: Array, *, written: bool) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
-        kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        raise TypeError(f"{call} needs a NumPy array of numbers, got {kind}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{call} needs a contiguous array, got shape {array.shape} with strides {array.strides}")
-    if written and not array.flags.writeable:
-        raise ValueError(f"{call} writes into its array, got a read-only one of shape {array.shape}")

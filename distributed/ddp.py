@@ -65,6 +65,7 @@ class DistributedDataParallel:
             self.params, self.comm, bucket_bytes=bucket_bytes, last=tied, comm_hook=comm_hook
         )
         check_buckets(self.buckets, self.comm)
+        self.buckets.move_gradients()
         self.first_sample = 0
         self.share = 1 / comm.size
         broadcast_params(self.params, self.comm)
@@ -120,12 +121,14 @@ def check_layout(params: Iterable[Parameter], comm: Communicator) -> None:
 
 
 def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
-    """Check that all ranks have the same parameters in the same place of the same bucket. Collective.
+    """Check that all ranks have the same parameters in the same place of the same bucket, and of memory. Collective.
 
     Raises:
         ValueError: names the first bucket that differs, and what two ranks have; the same message on every rank.
     """
-    _check_equal("bucket", [str([p.name for p in bucket.range.params]) for bucket in manager.buckets], comm)
+    parts = [bucket.range for bucket in manager.buckets]
+    entries = [f"{[p.name for p in part.params]} at {part.start} of {part.flat.grad.size}" for part in parts]
+    _check_equal("bucket", entries, comm)
 
 
 def _check_equal(noun: str, entries: list[str], comm: Communicator) -> None:

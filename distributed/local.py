@@ -14,14 +14,15 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, NoReturn
 
 import numpy as np
 
-from distributed.communicator import PORTABLE_MAX_TAG, Array, Communicator, ReduceOp, Work, as_bytes, unpack
+from distributed.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
+from distributed.messages import as_bytes, describe_array, unpack
+from distributed.reduction import ReduceOp, reduce_in_rank_order
+from distributed.work import Array, Work
 
-_UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 _GRACE_SECONDS = 1.0  # for the other ranks to end after a failure, before run raises it
 
 
@@ -32,16 +33,25 @@ class LocalWorld:
         size: number of ranks.
         rendezvous: a send completes only once its receive is posted, like MPI's Ssend; otherwise it completes at once.
         timeout_seconds: longest single wait before TimeoutError tells what each rank waits for.
+        max_message_elements: see `Communicator`.
     Raises:
         ValueError: size < 1.
     """
 
-    def __init__(self, size: int, *, rendezvous: bool = False, timeout_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        rendezvous: bool = False,
+        timeout_seconds: float = 60.0,
+        max_message_elements: int = MAX_MESSAGE_ELEMENTS,
+    ) -> None:
         if size < 1:
             raise ValueError(f"a LocalWorld needs at least 1 rank, got {size}")
         self.size = size
         self.rendezvous = rendezvous
         self.timeout_seconds = timeout_seconds
+        self.max_message_elements = max_message_elements
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """Call program(comm, *args) on every rank and return the results by rank.
@@ -57,7 +67,8 @@ class LocalWorld:
 
         def run_rank(rank: int) -> None:
             try:
-                results[rank] = program(LocalCommunicator(space, rank), *args)
+                comm = LocalCommunicator(space, rank, max_message_elements=self.max_message_elements)
+                results[rank] = program(comm, *args)
             except _Ended:
                 pass
             except BaseException as error:
@@ -90,7 +101,7 @@ class _Job:
         self.timeout_seconds = timeout_seconds
         self.changed = threading.Condition()  # guards this job and all its spaces
         self._failure: BaseException | None = None
-        self._waits: dict[int, tuple[int, str]] = {}  # thread -> its rank and what it waits for
+        self._waits: dict[int, tuple[int, Callable[[], str]]] = {}  # thread -> its rank and what it waits for
         self._ended: set[int] = set()
 
     def fail(self, error: BaseException) -> None:
@@ -119,7 +130,7 @@ class _Job:
         if self._failure is not None:
             raise _Ended
 
-    def wait_until(self, done: Callable[[], bool], rank: int, what: str) -> None:
+    def wait_until(self, done: Callable[[], bool], rank: int, what: Callable[[], str]) -> None:
         thread = threading.get_ident()
         with self.changed:
             self._waits[thread] = (rank, what)
@@ -132,7 +143,7 @@ class _Job:
     def _report(self) -> str:
         waits = dict(self._waits.values())
         states = (
-            f"waits for {waits[rank]}" if rank in waits else "has ended" if rank in self._ended else "is computing"
+            f"waits for {waits[rank]()}" if rank in waits else "has ended" if rank in self._ended else "is computing"
             for rank in range(self.size)
         )
         return "; ".join(f"rank {rank} {state}" for rank, state in enumerate(states))
@@ -174,7 +185,9 @@ class _Space:
 
 
 class _LocalWork(Work):
-    def __init__(self, job: _Job, rank: int, what: str, done: Callable[[], bool], land: Callable[[], Any]) -> None:
+    def __init__(
+        self, job: _Job, rank: int, what: Callable[[], str], done: Callable[[], bool], land: Callable[[], Any]
+    ) -> None:
         self._job = job
         self._rank = rank
         self._what = what
@@ -205,8 +218,8 @@ class LocalCommunicator(Communicator):
     into an array in flight sees a wrong sum.
     """
 
-    def __init__(self, space: _Space, rank: int) -> None:
-        super().__init__(rank, len(space.members))
+    def __init__(self, space: _Space, rank: int, *, max_message_elements: int) -> None:
+        super().__init__(rank, len(space.members), max_message_elements=max_message_elements)
         self._space = space
         self._job = space.job
         self._num_collectives = itertools.count()
@@ -235,21 +248,27 @@ class LocalCommunicator(Communicator):
         raise error
 
     def _broadcast(self, array: Array, root: int) -> Work:
-        call = f"broadcast of {_spec(array)} from {root}"
+        call = f"broadcast of {describe_array(array)} from {root}"
         return self._collective(call, array, lambda arrays: arrays[root].copy(), lambda result: _fill(array, result))
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
-        call = f"allreduce of {_spec(array)} by {op.name}"
+        call = f"allreduce of {describe_array(array)} by {op.name}"
         return self._collective(call, array, _reduction(op), lambda result: _fill(array, result))
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        call = f"reduce_scatter of {_spec(flat)} by {op.name}"
+        call = f"reduce_scatter of {describe_array(flat)} by {op.name}"
         n = flat.size // self.size
         own = slice(self.rank * n, (self.rank + 1) * n)
         return self._collective(call, flat, _reduction(op), lambda result: _fill(flat[own], result[own]))
 
     def _allgather(self, array: Array) -> Work:
-        return self._collective(f"allgather of {_spec(array)}", array, np.stack, np.copy)
+        return self._collective(f"allgather of {describe_array(array)}", array, np.stack, np.copy)
+
+    def _all_to_all(self, array: Array) -> Work:
+        def land(arrays: Array) -> Array:
+            return arrays[:, self.rank].copy()
+
+        return self._collective(f"all_to_all of {describe_array(array)}", array, np.stack, land)
 
     def _split(self, color: int, key: int) -> Communicator:
         def divide(requests: list[tuple[int, int]]) -> dict[int, _Space]:
@@ -259,7 +278,8 @@ class LocalCommunicator(Communicator):
             return {color: _Space(self._job, members) for color, members in groups.items()}
 
         space = self._collective("split", (color, key), divide, lambda spaces: spaces[color]).wait()
-        return LocalCommunicator(space, space.members.index(self._space.members[self.rank]))
+        rank = space.members.index(self._space.members[self.rank])
+        return LocalCommunicator(space, rank, max_message_elements=self.max_message_elements)
 
     def _collective(
         self, call: str, contribution: Any, combine: Callable[[list[Any]], Any], land: Callable[[Any], Any]
@@ -328,11 +348,10 @@ class LocalCommunicator(Communicator):
             return message
 
     def _work(self, what: str, done: Callable[[], bool], land: Callable[[], Any]) -> _LocalWork:
-        return _LocalWork(self._job, self._space.members[self.rank], what + self._space.label, done, land)
+        def describe() -> str:
+            return what + self._space.label + self._describe_context()
 
-
-def _spec(array: Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+        return _LocalWork(self._job, self._space.members[self.rank], describe, done, land)
 
 
 def _fill(array: Array, values: Array) -> Array:
@@ -341,5 +360,9 @@ def _fill(array: Array, values: Array) -> Array:
 
 
 def _reduction(op: ReduceOp) -> Callable[[list[Array]], Array]:
-    ufunc = _UFUNCS[op]
-    return lambda arrays: reduce(ufunc, arrays[1:], arrays[0].copy())
+    def reduce(arrays: list[Array]) -> Array:
+        result = np.empty_like(arrays[0])
+        reduce_in_rank_order([array.reshape(-1) for array in arrays], op, [result.reshape(-1)])
+        return result
+
+    return reduce

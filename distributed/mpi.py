@@ -7,29 +7,63 @@ overlap computation.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
+import pickle
+import shutil
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
 import numpy as np
 from mpi4py import MPI
 
-from distributed.communicator import Array, Communicator, ReduceOp, Work, as_bytes, message_size_error
+from distributed.communicator import MAX_MESSAGE_ELEMENTS, Communicator
+from distributed.messages import as_bytes, describe_array, message_size_error
+from distributed.progress import Engine, Operation, Steps
+from distributed.reduction import ReduceOp, finish, reduce_in_rank_order, widen
+from distributed.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from distributed.work import Array, Work
 
-_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
-_PROGRESS_SECONDS = 200e-6  # a test of many requests costs microseconds, and a backward has thousands of ops
+_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
 _ABORT_SECONDS = 5.0
+_SHARED_MEMORY_FOLDER = "/dev/shm"  # where MPI libraries on Linux put the windows that ranks share
+_GPU_CALLS = ("broadcast", "allreduce", "isend", "irecv")  # those that work in place, with nothing of ours in between
 
 
-def mpi_world(*, synchronous_sends: bool = False) -> MPICommunicator:
+@dataclass(frozen=True)
+class Settings:
+    """How the communicators of a world behave; the same on every rank.
+
+    Attributes:
+        synchronous_sends: a send completes only once its receive is posted (Issend): shows who relies on buffering.
+        deterministic: reductions sum in rank order, whatever MPI does.
+        timeout_seconds: the longest single wait.
+        progress_thread: a thread moves unfinished operations, so that nobody has to call progress().
+        max_message_elements: what is longer goes in several messages.
+        hosts: the host of each world rank, where it is not the one it is on: lets one host pass for several in a test.
+    """
+
+    synchronous_sends: bool = False
+    deterministic: bool = False
+    timeout_seconds: float = 600.0
+    progress_thread: bool = False
+    max_message_elements: int = MAX_MESSAGE_ELEMENTS
+    hosts: Sequence[str] | None = None
+
+
+def mpi_world(settings: Settings) -> MPICommunicator:
     """Return the communicator of all ranks, and make an uncaught exception on any of them end the job. Collective."""
     abort_on_uncaught_exception()
-    return MPICommunicator(MPI.COMM_WORLD, synchronous_sends=synchronous_sends)
+    return MPICommunicator(MPI.COMM_WORLD, settings)
 
 
 class MPICommunicator(Communicator):
@@ -40,15 +74,27 @@ class MPICommunicator(Communicator):
 
     Args:
         comm: an intracommunicator.
-        synchronous_sends: a send completes only once its receive is posted (Issend): shows who relies on buffering.
+        engine: of the family that this one belongs to, so that one progress() moves all of it; a new one by default.
+    Raises:
+        ValueError: a setting is out of range.
+        RuntimeError: settings.progress_thread with an MPI that allows only one thread.
     """
 
-    def __init__(self, comm: MPI.Comm, *, synchronous_sends: bool = False) -> None:
-        super().__init__(comm.Get_rank(), comm.Get_size())
+    def __init__(self, comm: MPI.Comm, settings: Settings | None = None, *, engine: Engine | None = None) -> None:
+        settings = settings or Settings()
+        super().__init__(comm.Get_rank(), comm.Get_size(), max_message_elements=settings.max_message_elements)
+        self._settings = settings
+        self._engine = engine or _new_engine(settings)
         self._comm = comm.Dup()
-        self._synchronous_sends = synchronous_sends
+        # Each phase of a sum in rank order has its own duplicate: ranks may reach the phases of two sums in any order.
+        self._exchange = comm.Dup() if settings.deterministic else self._comm
+        self._gather = comm.Dup() if settings.deterministic else self._comm
+        self._num_sums = 0
+        self._num_gathers = 0
         self._max_tag = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
-        self._outstanding = _Outstanding()
+        self._members = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
+        self._label = "" if self.size == MPI.COMM_WORLD.Get_size() else f" among ranks {list(self._members)}"
+        self._shared: list[SharedBuffer] = []
 
     @property
     def library(self) -> str:
@@ -59,143 +105,244 @@ class MPICommunicator(Communicator):
         return self._max_tag
 
     def gather_objects(self, obj: object) -> list[Any]:
-        return self._comm.allgather(obj)
+        pickled = np.frombuffer(pickle.dumps(obj), np.uint8)
+        with self.waiting_for("gather_objects"):
+            sizes = self.allgather(np.array([pickled.size])).wait()[:, 0]
+            padded = np.zeros(sizes.max(), np.uint8)
+            padded[: pickled.size] = pickled
+            rows = self.allgather(padded).wait()
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def barrier(self) -> None:
-        self._comm.Barrier()
+        self._start(_complete(self._comm.Ibarrier(), np.empty(0)), lambda: "barrier").wait()
 
     def progress(self) -> None:
-        """Test the unfinished requests of this communicator and of its splits, at most every 200 us."""
-        self._outstanding.progress()
+        """Move the unfinished operations of this communicator and of its splits, at most every 200 us."""
+        self._engine.progress()
 
     def abort(self, message: str) -> NoReturn:
         end_job(message)
 
     def _broadcast(self, array: Array, root: int) -> Work:
-        return self._keep(self._comm.Ibcast([as_bytes(array), MPI.BYTE], root), array)
+        steps = _complete(self._comm.Ibcast([as_bytes(array), MPI.BYTE], root), array)
+        return self._start(steps, lambda: f"broadcast of {_spec(array)} from {root}")
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
-        _check_reducible(array)
-        return self._keep(self._comm.Iallreduce(MPI.IN_PLACE, array, _OPS[op]), array)
+        shared = next((buffer for buffer in self._shared if buffer.holds(array)), None)
+        if shared is not None:
+            steps = shared.allreduce(array, op)
+        elif self._settings.deterministic:
+            steps = self._allreduce_in_rank_order(array, op)
+        else:
+            steps = self._allreduce_by_mpi(array, op)
+        return self._start(steps, lambda: f"allreduce of {_spec(array)} by {op.name}")
+
+    def _allreduce_by_mpi(self, array: Array, op: ReduceOp) -> Steps:
+        total = widen(array)
+        yield from _complete(self._comm.Iallreduce(MPI.IN_PLACE, total, _OPS[op]), total)
+        return finish(total, array, op, self.size)
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        _check_reducible(flat)
-        n = flat.size // self.size
-        own = flat[self.rank * n : (self.rank + 1) * n]
-        reduced = np.empty_like(own)  # MPI forbids that the slice itself, part of the input, is the output
+        in_rank_order = self._settings.deterministic
+        steps = self._sum_own_slice(flat, op) if in_rank_order else self._reduce_scatter_by_mpi(flat, op)
+        return self._start(steps, lambda: f"reduce_scatter of {_spec(flat)} by {op.name}")
 
-        def land(_: MPI.Status) -> None:
-            own[:] = reduced
+    def _reduce_scatter_by_mpi(self, flat: Array, op: ReduceOp) -> Steps:
+        own = flat[self._slice_of(self.rank, flat)]
+        total = widen(flat)
+        reduced = np.empty(
+            own.shape, total.dtype
+        )  # MPI forbids that the slice itself, part of the input, is the output
+        yield from _complete(self._comm.Ireduce_scatter_block(total, reduced, _OPS[op]), reduced)
+        return finish(reduced, own, op, self.size)
 
-        return self._keep(self._comm.Ireduce_scatter_block(flat, reduced, _OPS[op]), own, land)
+    def _allreduce_in_rank_order(self, array: Array, op: ReduceOp) -> Steps:
+        """Sum this rank's slice, then collect everybody's."""
+        flat = array.reshape(-1)
+        self._num_sums += 1
+        number = self._num_sums
+        yield from self._sum_own_slice(flat, op)
+        while self._num_gathers < number - 1:
+            yield  # ranks match collectives by the order of their launch
+        self._num_gathers = number
+        request = self._gather.Iallgatherv(MPI.IN_PLACE, [as_bytes(flat), self._layout(flat), MPI.BYTE])
+        return (yield from _complete(request, array))
+
+    def _sum_own_slice(self, flat: Array, op: ReduceOp) -> Steps:
+        """Send every rank its slice of `flat`, and add up in rank order what comes for the own one."""
+        own = flat[self._slice_of(self.rank, flat)]
+        received = np.empty((self.size, own.size), flat.dtype)
+        counts = [own.nbytes] * self.size
+        displacements = [own.nbytes * rank for rank in range(self.size)]
+        request = self._exchange.Ialltoallv(
+            [as_bytes(flat), self._layout(flat), MPI.BYTE], [as_bytes(received), (counts, displacements), MPI.BYTE]
+        )
+        yield from _complete(request, received)
+        reduce_in_rank_order(list(received), op, [own])
+        return own
+
+    def _slice_of(self, rank: int, flat: Array) -> slice:
+        return slice(rank * flat.size // self.size, (rank + 1) * flat.size // self.size)
+
+    def _layout(self, flat: Array) -> tuple[list[int], list[int]]:
+        """Return the bytes of each rank's slice, and where it begins."""
+        slices = [self._slice_of(rank, flat) for rank in range(self.size)]
+        counts = [(part.stop - part.start) * flat.itemsize for part in slices]
+        return counts, [part.start * flat.itemsize for part in slices]
 
     def _allgather(self, array: Array) -> Work:
         gathered = np.empty((self.size, *array.shape), array.dtype)
         request = self._comm.Iallgather([as_bytes(array), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
-        return self._keep(request, gathered)
+        return self._start(_complete(request, gathered, array), lambda: f"allgather of {_spec(array)}")
+
+    def _all_to_all(self, array: Array) -> Work:
+        received = np.empty_like(array)
+        request = self._comm.Ialltoall([as_bytes(array), MPI.BYTE], [as_bytes(received), MPI.BYTE])
+        return self._start(_complete(request, received, array), lambda: f"all_to_all of {_spec(array)}")
 
     def _split(self, color: int, key: int) -> Communicator:
+        with self.waiting_for("split"):
+            self.barrier()  # once all ranks are here the calls of MPI that block are short
         part = self._comm.Split(color, key)
-        child = MPICommunicator(part, synchronous_sends=self._synchronous_sends)
+        return self._child(part)
+
+    def _child(self, part: MPI.Comm) -> MPICommunicator:
+        child = MPICommunicator(part, self._settings, engine=self._engine)
         part.Free()
-        child._outstanding = self._outstanding  # one progress() moves the whole family
         return child
 
     def _isend(self, array: Array, dest: int, tag: int) -> Work:
-        isend = self._comm.Issend if self._synchronous_sends else self._comm.Isend
-        return self._keep(isend([as_bytes(array), MPI.BYTE], dest, tag), array)
+        isend = self._comm.Issend if self._settings.synchronous_sends else self._comm.Isend
+        request = isend([as_bytes(array), MPI.BYTE], dest, tag)
+        return self._start(_complete(request, array), lambda: f"send to {dest} tag {tag} of {_spec(array)}")
 
     def _irecv(self, array: Array, source: int, tag: int) -> Work:
-        def check_size(status: MPI.Status) -> None:
-            truncated = status.Get_error() == MPI.ERR_TRUNCATE
-            if truncated or status.Get_count(MPI.BYTE) != array.nbytes:
-                raise message_size_error(array, source=source, tag=tag, longer=truncated)
+        request = self._comm.Irecv([as_bytes(array), MPI.BYTE], source, tag)
+        steps = _receive(request, array, source, tag)
+        return self._start(steps, lambda: f"recv from {source} tag {tag} of {_spec(array)}")
 
-        return self._keep(self._comm.Irecv([as_bytes(array), MPI.BYTE], source, tag), array, check_size)
+    def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
+        """See `Communicator.buffer`: shared memory where every host has as many ranks as every other, and several."""
+        num_bytes = num_elements * dtype.itemsize
+        host, between = self._split_by_host()
+        by_rank = self.gather_objects((host.size, _lack_of_space(num_bytes * host.size)))
+        host_sizes = {size for size, _ in by_rank}
+        plain = super()._buffer(num_elements, dtype)
+        if host_sizes == {1} or not num_bytes or (between is not None and self._settings.deterministic):
+            return plain  # nothing to share, or no way to sum in rank order
+        obstacle = next((lack for _, lack in by_rank if lack), None)
+        if len(host_sizes) > 1:
+            obstacle = f"hosts have {' or '.join(map(str, sorted(host_sizes)))} ranks"
+        window = None
+        if obstacle is None:
+            window, failure = host.shared_window(HEADER_BYTES + num_bytes)
+            obstacle = next(filter(None, self.gather_objects(failure)), None)
+        if window is None or obstacle is not None:
+            if self.rank == 0:
+                warnings.warn(f"gradients are reduced through messages, not shared memory: {obstacle}", stacklevel=3)
+            return plain
+        self._shared.append(SharedBuffer(window, self.size, between))
+        return self._shared[-1].memory[:num_bytes].view(dtype)
 
-    def _keep(self, request: MPI.Request, result: Array, land: Callable[[MPI.Status], None] | None = None) -> Work:
-        return self._outstanding.add(_MPIWork(self._outstanding, request, result, land))
+    def _split_by_host(self) -> tuple[MPICommunicator, MPICommunicator | None]:
+        """Return the ranks on this host, and those of this rank's place on every host, None for one. Collective."""
+        hosts = self._settings.hosts
+        if hosts is None:
+            part = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        else:
+            part = self._comm.Split(hosts.index(hosts[self._members[self.rank]]), self.rank)
+        host = self._child(part)
+        between = self._child(self._comm.Split(host.rank, self.rank))
+        return host, between if max(self.gather_objects(between.size)) > 1 else None
 
+    def shared_window(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
+        """Allocate memory that the ranks of this communicator, all on one host, share; it lives as long as MPI does.
 
-class _Outstanding:
-    """The unfinished requests of a family of communicators.
+        Collective.
 
-    MPI goes on writing into the array of a request that Python has dropped, so this set, not the caller, keeps them.
-    """
-
-    def __init__(self) -> None:
-        self._works: set[_MPIWork] = set()
-        self._last_progress = 0.0
-
-    def add(self, work: _MPIWork) -> _MPIWork:
-        self._works.add(work)
-        self.progress()
-        return work
-
-    def remove(self, work: _MPIWork) -> None:
-        self._works.discard(work)
-
-    def progress(self) -> None:
-        now = time.perf_counter()
-        if now - self._last_progress >= _PROGRESS_SECONDS:
-            self._last_progress = now
-            for work in list(self._works):
-                work.poll()
-
-
-class _MPIWork(Work):
-    """An operation that MPI carries out; an error of it is kept for wait() and test(), whoever finds it first."""
-
-    def __init__(
-        self, outstanding: _Outstanding, request: MPI.Request, result: Array, land: Callable[[MPI.Status], None] | None
-    ) -> None:
-        self._outstanding = outstanding
-        self._request = request
-        self._result = result
-        self._land = land
-        self._complete = False
-        self._error: Exception | None = None
-
-    def wait(self) -> Array:
-        if not self._complete:
-            self._advance(self._request.Wait)
-        self._check()
-        return self._result
-
-    def test(self) -> bool:
-        self.poll()
-        self._check()
-        return self._complete
-
-    def poll(self) -> None:
-        if not self._complete:
-            self._advance(self._request.Test)
-
-    def _advance(self, call: Callable[[MPI.Status], bool]) -> None:
-        status = MPI.Status()
+        Returns:
+            The window, or None and what is wrong.
+        """
+        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})  # each rank's part begins a page, near its own core
         try:
-            if not call(status):
-                return
+            window = MPI.Win.Allocate_shared(num_bytes, 1, info, comm=cast(MPI.Intracomm, self._comm))
         except MPI.Exception as error:
-            self._error = error
-            status.Set_error(error.Get_error_class())
-        self._complete = True
-        self._outstanding.remove(self)
-        if self._land is not None:
-            try:
-                self._land(status)
-            except ValueError as error:  # for a message too long MPI has one too, that says less
-                self._error = error
+            return None, error.Get_error_string()
+        finally:
+            info.Free()
+        window.Lock_all(MPI.MODE_NOCHECK)  # the epoch in which Sync is allowed
+        parts = [np.asarray(window.Shared_query(rank)[0], np.uint8) for rank in range(self.size)]
+        parts[self.rank][:] = 0
+        window.Sync()
+        self.barrier()
+        return SharedWindow(self.rank, parts, window.Sync), None
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _reads_gpu_memory(self, call: str) -> bool:
+        return call in _GPU_CALLS and not self._settings.deterministic and is_cuda_aware()
+
+    def _start(self, steps: Steps, describe: Callable[[], str]) -> Operation:
+        def describe_fully() -> str:
+            return describe() + self._label + self._describe_context()
+
+        return self._engine.start(steps, describe_fully)
 
 
-def _check_reducible(array: Array) -> None:
-    dtype = array.dtype
-    if dtype.kind not in "iuf" or not dtype.isnative or dtype == np.float16:
-        raise TypeError(f"MPI reduces native integers, float32 and wider floats, got {dtype}")
+def _new_engine(settings: Settings) -> Engine:
+    if settings.progress_thread and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            "progress_thread=True needs an MPI that allows calls from several threads, this one does not"
+        )
+    rank = MPI.COMM_WORLD.Get_rank()
+    engine = Engine(rank=rank, timeout_seconds=settings.timeout_seconds, thread=settings.progress_thread)
+    atexit.register(engine.stop)  # before mpi4py ends MPI
+    return engine
+
+
+def _complete(request: MPI.Request, result: Array, sent: Array | None = None) -> Steps:
+    """Wait for one request; `sent` is an array that it reads, and that must live as long."""
+    while not request.Test():
+        yield
+    return result
+
+
+def _receive(request: MPI.Request, array: Array, source: int, tag: int) -> Steps:
+    status = MPI.Status()
+    try:
+        while not request.Test(status):
+            yield
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_TRUNCATE:
+            raise
+        raise message_size_error(array, source=source, tag=tag, longer=True) from error
+    if status.Get_count(MPI.BYTE) != array.nbytes:
+        raise message_size_error(array, source=source, tag=tag, longer=False)
+    return array
+
+
+def _spec(array: Array) -> str:
+    return f"{describe_array(array)}, {array.nbytes} bytes"
+
+
+def _lack_of_space(num_bytes: int) -> str | None:
+    """Say what is missing, where a window is too large: MPI might fail on one rank, and the others would wait."""
+    if not Path(_SHARED_MEMORY_FOLDER).exists():
+        return None
+    free = shutil.disk_usage(_SHARED_MEMORY_FOLDER).free
+    if num_bytes <= free:
+        return None
+    return f"{_SHARED_MEMORY_FOLDER} has {free >> 20} MiB free, and {(num_bytes >> 20) + 1} MiB are needed"
+
+
+@cache
+def is_cuda_aware() -> bool:
+    """Return whether this MPI reads and writes GPU memory, as it says itself: MPIX_Query_cuda_support."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    for path in {line.split()[-1] for line in lines if "/libmpi" in line}:
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False
 
 
 def abort_on_uncaught_exception() -> None:

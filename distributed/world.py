@@ -16,7 +16,13 @@ from distributed.communicator import Communicator, SoloCommunicator
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
-def world(*, synchronous_sends: bool = False) -> Communicator:
+def world(
+    *,
+    synchronous_sends: bool = False,
+    deterministic: bool = False,
+    timeout_seconds: float = 600.0,
+    progress_thread: bool = False,
+) -> Communicator:
     """Return the communicator of all ranks of this job.
 
     Collective. Under MPI it also makes an uncaught exception on any rank end the job, so call it early: until then
@@ -24,12 +30,23 @@ def world(*, synchronous_sends: bool = False) -> Communicator:
 
     Args:
         synchronous_sends: no send completes before its receive is posted; shows programs that rely on buffering.
+        deterministic: sums are taken in rank order: the same bits in every run and from every MPI. Sends as much as
+            MPI's own reductions would, in two phases.
+        timeout_seconds: the longest that a rank waits for others; then it says for what, and ends the job.
+        progress_thread: a thread moves messages while this rank computes, where nobody calls `progress()`.
     """
     if not launched_by_mpi():
         return SoloCommunicator()
-    from distributed.mpi import mpi_world
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # this part of Open MPI complains where it finds no network card
+    from distributed.mpi import Settings, mpi_world
 
-    return mpi_world(synchronous_sends=synchronous_sends)
+    settings = Settings(
+        synchronous_sends=synchronous_sends,
+        deterministic=deterministic,
+        timeout_seconds=timeout_seconds,
+        progress_thread=progress_thread,
+    )
+    return mpi_world(settings)
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:

@@ -12,6 +12,7 @@ and ends the job: a rank that has failed would leave the others waiting. Nothing
     @pytest.mark.ranks(2, 4)            exactly these sizes; under mpirun skipped at any other
     @pytest.mark.point_to_point         also in worlds whose sends complete only when they are received
     pytest --synchronous-sends          every world is of that kind
+    pytest --deterministic              under mpirun, sums in rank order; threads always sum so
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ProcessRanks:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--synchronous-sends", action="store_true", help="no send completes before its receive is posted")
+    parser.addoption("--deterministic", action="store_true", help="MPI's ranks sum in rank order, as threads always do")
 
 
 @pytest.hookimpl(trylast=True)
@@ -51,7 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "point_to_point: run `ranks` also with sends that complete only when received")
     config.addinivalue_line("markers", "mpi: uses `ranks`, and so runs under mpirun too (set automatically)")
     if UNDER_MPI:
-        config.stash[MPI_WORLD] = world(synchronous_sends=config.getoption("--synchronous-sends"))
+        config.stash[MPI_WORLD] = world(
+            synchronous_sends=config.getoption("--synchronous-sends"),
+            deterministic=config.getoption("--deterministic"),
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
         if launcher_rank() != 0:
             config.pluginmanager.unregister(name="terminalreporter")
 

@@ -120,6 +120,10 @@ class RecordingCommunicator(Communicator):
         self._log.note("allgather", nbytes=array.nbytes)
         return self._inner.allgather(array)
 
+    def _all_to_all(self, array: Array) -> Work:
+        self._log.note("all_to_all", nbytes=array.nbytes)
+        return self._inner.all_to_all(array)
+
     def _split(self, color: int, key: int) -> Communicator:
         return RecordingCommunicator(self._inner.split(color, key), self._log, max_tag=self._max_tag)
 

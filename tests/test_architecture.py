@@ -89,11 +89,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.search": ORDERS,
     "pipeline.microbatch": ARRAYS,
     "pipeline.spec": ARRAYS,
-    "pipeline.readiness": TAPE,
-    "pipeline.p2p": STAGES,
+    "pipeline.measured": {f"pipeline.{name}" for name in ("action", "draw", "simulate", "trace")},
+    "pipeline.record": COMMUNICATION | TAPE | {"pipeline.trace"},
+    "pipeline.readiness": TAPE | {"pipeline.action"},
+    "pipeline.passes": STAGES | {"pipeline.opening", "pipeline.readiness"},
+    "pipeline.p2p": STAGES | {"pipeline.record"},
     "pipeline.opening": STAGES,
     "pipeline.stage": STAGES | {"minigrad.nn"},  # a stage is a Sequential of the layers that it built
-    "pipeline.executor": STAGES | {f"pipeline.{name}" for name in ("stage", "p2p", "opening", "readiness")},
+    "pipeline.executor": STAGES
+    | {f"pipeline.{name}" for name in ("stage", "p2p", "opening", "passes", "readiness", "record")},
     # Applications, which put the packages together as a user does.
     "pipeline.verify": {"numpy", *PACKAGES},
     "pipeline.__main__": {"numpy", *PACKAGES},

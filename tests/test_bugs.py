@@ -624,9 +624,24 @@ def test_memory_in_another_order_on_one_rank_is_an_error_on_all(ranks: Any) -> N
             DistributedDataParallel(model, comm)
         return str(caught.value)
 
-    difference = f"bucket 0 is ['b', 'a'] on rank 0 and ['a', 'b'] on rank {ranks.size - 1}"
+    difference = f"bucket 0 is ['b', 'a'] at 0 of 4 on rank 0 and ['a', 'b'] at 0 of 4 on rank {ranks.size - 1}"
     rule = "all ranks need the same buckets in the same order, but"
     assert ranks.run(program) == [f"{rule} {difference}"] * ranks.size
+
+
+def test_the_same_bucket_elsewhere_in_memory_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
+    # A bucket at another place of a rank's flat would be reduced with other gradients where ranks share memory.
+    def program(comm: Any) -> str:
+        model, other = Weights(a=np.zeros(2)), mg.Parameter(np.zeros(3), "other")
+        if comm.rank == comm.size - 1:
+            mg.optim.Optimizer([model.a, other], mg.optim.SGD(1.0))
+        with pytest.raises(ValueError, match="all ranks need the same buckets") as caught:
+            DistributedDataParallel(model, comm)
+        return str(caught.value)
+
+    if ranks.size > 1:
+        difference = f"bucket 0 is ['a'] at 0 of 2 on rank 0 and ['a'] at 3 of 5 on rank {ranks.size - 1}"
+        assert ranks.run(program)[0].endswith(difference)
 
 
 def test_gradients_that_are_overwritten_need_no_zero_grad(ranks: Any) -> None:

@@ -773,7 +773,7 @@ def test_buckets_of_another_size_on_one_rank_are_an_error_on_all(ranks):
         model = Weights(a=np.zeros(2), b=np.zeros(3))
         return error_of_construction(comm, model, bucket_bytes=1 if comm.rank == comm.size - 1 else 1000)
 
-    difference = f"bucket 0 is ['b', 'a'] on rank 0 and ['b'] on rank {ranks.size - 1}"
+    difference = f"bucket 0 is ['b', 'a'] at 0 of 5 on rank 0 and ['b'] at 0 of 5 on rank {ranks.size - 1}"
     rule = "all ranks need the same buckets in the same order, but"
     assert ranks.run(program) == [f"{rule} {difference}"] * ranks.size
 

@@ -262,3 +262,43 @@ def test_a_backward_that_accumulates_is_fine_while_gradients_are_local() -> None
     mg.backward(w.sum())
     mg.backward(w.sum())
     np.testing.assert_array_equal(w.grad, [2, 2])
+
+
+# -- gradients in somebody else's memory ----------------------------------------------------
+
+
+def test_gradients_move_into_other_memory_with_their_values_and_freshness() -> None:
+    params = make(*SHAPES)
+    (part,) = mg.FlatBuffer.of(params)
+    params[0].grad = np.full((2, 3), 7.0)
+    storage = np.full(13, np.nan)
+    part.flat.move_grad(storage)
+    assert part.flat.grad is storage
+    np.testing.assert_array_equal(params[0].grad, np.full((2, 3), 7))
+    assert [p.grad is None for p in params] == [False, True, True, True, True]
+    for p in params:
+        p.grad_view()[...] = p.start
+        assert p.size == 0 or np.shares_memory(p.grad, storage)
+    np.testing.assert_array_equal(
+        storage, np.repeat([float(p.start) for p in part.params], [p.size for p in part.params])
+    )
+    params[1].grad = None
+    params[1].accumulate_grad(np.ones(3))
+    np.testing.assert_array_equal(storage[params[1].start : params[1].stop], 1)
+
+
+@pytest.mark.parametrize("storage", [np.zeros(12), np.zeros(13, np.float32), np.zeros(26)[::2], np.zeros((13, 1))])
+def test_memory_for_gradients_must_fit(storage: np.ndarray[Any, Any]) -> None:
+    (part,) = mg.FlatBuffer.of(make(*SHAPES))
+    with pytest.raises(ValueError, match=r"move_grad needs contiguous memory of float64\[13\], got float"):
+        part.flat.move_grad(storage)
+
+
+def test_gradients_in_flight_do_not_move() -> None:
+    params = make(*SHAPES)
+    (part,) = mg.FlatBuffer.of(params)
+    params[1].grad_state = mg.tensor.GradState.REDUCING
+    with pytest.raises(
+        RuntimeError, match=r"move_grad of 'p1': its grad is being reduced over ranks; call wait\(\) first"
+    ):
+        part.flat.move_grad(np.zeros(13))

@@ -1,0 +1,167 @@
+"""Operations that move only when they are asked: a progress engine for whatever can be polled.
+
+An operation is a generator: it launches something, yields as long as it has to wait for other ranks, and returns its
+result. Whatever takes several messages (exchange, add, gather) is written down as a sequence of steps, and moves while
+its rank computes, because `progress()` polls every unfinished operation.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import TypeAlias
+
+from distributed.work import Array, Work
+
+Steps: TypeAlias = Generator[None, None, Array]
+
+_SPIN_SECONDS = 20e-6  # of a wait, before it lets other operations and other processes have the core
+_PROGRESS_SECONDS = 200e-6  # a poll of many operations costs microseconds, and a backward has thousands of ops
+
+
+class Engine:
+    """The unfinished operations of a family of communicators; keeps them and their arrays alive until they are done.
+
+    Args:
+        rank: in the world, for an error message.
+        timeout_seconds: the longest single wait.
+        thread: whether a thread of the engine's own polls too, while anything is unfinished.
+    Raises:
+        ValueError: timeout_seconds is not positive.
+    """
+
+    def __init__(self, *, rank: int, timeout_seconds: float, thread: bool = False) -> None:
+        if timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+        self._rank = rank
+        self.timeout_seconds = timeout_seconds
+        self._lock = threading.RLock()  # one thread moves an operation; one operation may start another
+        self._unfinished: dict[Operation, None] = {}  # in order of launch
+        self._last_progress = 0.0
+        self._busy = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._poll_while_busy, name="progress", daemon=True) if thread else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def start(self, steps: Steps, describe: Callable[[], str]) -> Operation:
+        """Launch an operation: run its steps up to the first that has to wait.
+
+        Args:
+            describe: what a rank waits for that waits for it, for an error message.
+        """
+        operation = Operation(self, steps, describe)
+        with self._lock:
+            if not self.move(operation):
+                self._unfinished[operation] = None
+                self._busy.set()
+        self.progress()
+        return operation
+
+    def progress(self) -> None:
+        """Poll what is unfinished, at most every 200 us."""
+        now = time.perf_counter()
+        if now - self._last_progress >= _PROGRESS_SECONDS:
+            self._last_progress = now
+            self._poll_all()
+
+    def wait_for(self, operation: Operation) -> None:
+        """Block until an operation is complete; meanwhile move the others, which other ranks may wait for.
+
+        Raises:
+            TimeoutError: it took too long.
+        """
+        start = time.perf_counter()
+        while not self.move(operation):
+            waited = time.perf_counter() - start
+            if waited < _SPIN_SECONDS:
+                continue
+            self.progress()
+            if waited > self.timeout_seconds:
+                raise TimeoutError(
+                    f"no rank may wait longer than {self.timeout_seconds:g} s, but rank {self._rank} waits for "
+                    f"{operation.describe()}"
+                )
+            os.sched_yield()  # a rank without a core of its own would take its neighbour's
+
+    def stop(self) -> None:
+        """End the engine's thread, if it has one; nothing moves by itself afterwards."""
+        if self._thread is not None:
+            self._stopped = True
+            self._busy.set()
+            self._thread.join()
+
+    def move(self, operation: Operation) -> bool:
+        """Take an operation as far as it goes now; return whether it is complete."""
+        with self._lock:
+            if not operation.complete and operation.step():
+                self._unfinished.pop(operation, None)
+                if not self._unfinished:
+                    self._busy.clear()
+            return operation.complete
+
+    def _poll_all(self) -> None:
+        with self._lock:
+            for operation in list(self._unfinished):
+                operation.poll()
+
+    def _poll_while_busy(self) -> None:
+        while True:
+            self._busy.wait()
+            if self._stopped:
+                return
+            self._poll_all()
+            time.sleep(_PROGRESS_SECONDS)
+
+
+class Operation(Work):
+    """An operation that an engine moves; an error of it is kept for wait() and test(), whoever finds it first."""
+
+    def __init__(self, engine: Engine, steps: Steps, describe: Callable[[], str]) -> None:
+        self._engine = engine
+        self._steps = steps
+        self.describe = describe
+        self.complete = False
+        self._moving = False
+        self._result: Array | None = None
+        self._error: Exception | None = None
+
+    def wait(self) -> Array:
+        if not self.complete:
+            self._engine.wait_for(self)
+        return self._outcome()
+
+    def test(self) -> bool:
+        if self.poll():
+            self._outcome()
+        return self.complete
+
+    def poll(self) -> bool:
+        """Move on without blocking or raising; return whether the operation is complete."""
+        return self.complete or self._engine.move(self)
+
+    def step(self) -> bool:
+        """Run to the next yield; return whether that was the end. Only the engine calls it, in its lock."""
+        if self._moving:
+            return False  # it is just starting another operation, which lets all of them move
+        self._moving = True
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._result = end.value
+        except Exception as error:
+            self._error = error
+        else:
+            return False
+        finally:
+            self._moving = False
+        self.complete = True
+        return True
+
+    def _outcome(self) -> Array:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result

@@ -1,0 +1,97 @@
+"""How values of several ranks become one: which operations and dtypes, in which order, and with which rounding.
+
+Sums are taken in rank order, ((r0 + r1) + r2) + ..., wherever this project adds them up itself, so that the bits
+depend on the values alone. float16 and bfloat16 are added up in float32 and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from distributed.work import Array
+
+_HALVES = ("float16", "bfloat16")  # by name: bfloat16 comes from ml_dtypes, which need not be installed
+_BLOCK_ELEMENTS = 1 << 16  # at most 512 KiB: a running sum stays in the cache, and NumPy's calls cost little
+
+
+class ReduceOp(Enum):
+    """How a reduction combines the values of all ranks. MEAN is the sum, divided once at the end."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
+
+_UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MEAN: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Return whether numbers of this dtype are added up in float32."""
+    return dtype.itemsize == 2 and dtype.name in _HALVES  # the name of a dtype takes time to make
+
+
+def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
+    """Refuse a dtype that some communicator could not reduce.
+
+    Raises:
+        TypeError: `dtype` is no native number, is complex, or is an integer whose mean is asked for.
+    """
+    floating = dtype.kind == "f" or is_half(dtype)
+    if not (floating or dtype.kind in "iu") or not dtype.isnative:
+        raise TypeError(f"{call} reduces native integers and floats, got {dtype}")
+    if op is ReduceOp.MEAN and not floating:
+        raise TypeError(f"{call} by MEAN needs floats, got {dtype}")
+
+
+def widen(array: Array) -> Array:
+    """Return `array` as it is added up: float16 and bfloat16 as a copy in float32, any other itself."""
+    return array.astype(np.float32) if is_half(array.dtype) else array
+
+
+def finish(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
+    """Turn the sum over `size` ranks into the result of `op`, in `out`, which may be `total` itself."""
+    if op is ReduceOp.MEAN:
+        total /= size
+    if out is not total:
+        out[...] = total
+    return out
+
+
+def combine(parts: Sequence[Array], op: ReduceOp, out: Array) -> Array:
+    """Combine what the ranks hold into `out`, in rank order, without the division of a mean.
+
+    Args:
+        parts: (n,) by rank.
+        out: (n,) in the dtype of `widen`.
+    """
+    ufunc = _UFUNCS[op]
+    first, *rest = (widen(part) for part in parts)
+    if not rest:
+        out[...] = first
+    for part in rest:
+        ufunc(first, part, out=out)
+        first = out
+    return out
+
+
+def reduce_in_rank_order(parts: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
+    """Reduce what the ranks hold and write the result into every array of `outs`.
+
+    Args:
+        parts: (n,) by rank.
+        outs: (n,) arrays of the same dtype; each may be one of `parts`, or none may overlap with them.
+    """
+    if not parts[0].size:
+        return
+    scratch = widen(np.empty(min(parts[0].size, _BLOCK_ELEMENTS), parts[0].dtype))
+    for start in range(0, parts[0].size, _BLOCK_ELEMENTS):
+        block = slice(start, start + _BLOCK_ELEMENTS)
+        total = scratch[: len(parts[0][block])]
+        finish(combine([part[block] for part in parts], op, total), total, op, len(parts))
+        for out in outs:
+            out[block] = total

@@ -1,0 +1,119 @@
+"""Reduction through memory that all ranks of a host share: no rank copies another's data before it adds it up.
+
+    rank 0   arrived done | a0 a1 |        1. every rank says that its array is there (arrived)
+    rank 1   arrived done | b0 b1 |        2. rank r adds up slice r of all arrays and writes it into all of them:
+                                              rank 0 makes both a0 + b0, rank 1 both a1 + b1
+                                           3. every rank says that it has done so (done)
+
+The counters are numbers of operations and only grow, so none has to be reset, and operations follow each other without
+a barrier. Over several hosts each rank's slice is summed with those of the other hosts between the steps 2 and 3,
+and only then written. On one host sums are taken in rank order, so the bits are those of `combine`.
+
+This file knows no MPI: it is given the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distributed.communicator import Communicator
+from distributed.progress import Steps
+from distributed.reduction import ReduceOp, combine, finish, reduce_in_rank_order, widen
+from distributed.work import Array
+
+HEADER_BYTES = 64  # a cache line of its own for each rank's counters
+_ARRIVED, _DONE = 0, 1  # their places in it
+
+
+@dataclass(frozen=True)
+class SharedWindow:
+    """Memory of the ranks of a host that each of them can read and write.
+
+    Attributes:
+        rank: this process's place among them.
+        parts: (nbytes,) uint8 zeros by rank; equally long, and cache lines begin where they do.
+        fence: makes what this process wrote before it visible before what it writes after it; reads too.
+    """
+
+    rank: int
+    parts: Sequence[Array]
+    fence: Callable[[], None]
+
+
+class SharedBuffer:
+    """One array on each rank of a communicator, in shared memory, and the reduction of slices of it.
+
+    Args:
+        window: HEADER_BYTES and the array, for each rank of this host.
+        num_ranks: of the communicator, over all hosts.
+        between: the ranks that have this one's place on their hosts; None where there is one host.
+    """
+
+    def __init__(self, window: SharedWindow, num_ranks: int, between: Communicator | None) -> None:
+        self._window = window
+        self._num_ranks = num_ranks
+        self._between = between
+        self._counters = [part[:HEADER_BYTES].view(np.int64) for part in window.parts]
+        self._memory = [part[HEADER_BYTES:] for part in window.parts]
+        self._num_launched = 0
+        self._num_summed = 0
+
+    @property
+    def memory(self) -> Array:
+        """This rank's own memory, (nbytes,) uint8."""
+        return self._memory[self._window.rank]
+
+    def holds(self, array: Array) -> bool:
+        """Return whether an array lies in this rank's memory."""
+        offset = _address(array) - _address(self.memory)
+        return offset >= 0 and 0 < array.nbytes <= self.memory.nbytes - offset
+
+    def allreduce(self, array: Array, op: ReduceOp) -> Steps:
+        """Reduce an array that this buffer holds; at the same place on every rank."""
+        self._num_launched += 1
+        number = self._num_launched
+        offset = _address(array) - _address(self.memory)
+        arrays = [memory[offset : offset + array.nbytes].view(array.dtype) for memory in self._memory]
+        bounds = [array.size * rank // len(arrays) for rank in range(len(arrays) + 1)]
+        own = slice(bounds[self._window.rank], bounds[self._window.rank + 1])
+        parts = [each[own] for each in arrays]
+
+        self._announce(_ARRIVED, number)
+        while self._num_summed < number - 1 or not self._all_have(_ARRIVED, number):
+            yield
+        if self._between is None:
+            reduce_in_rank_order(parts, op, parts)
+            self._num_summed = number
+        else:
+            total = combine(parts, op, widen(np.empty_like(parts[0])))
+            sum_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+            work = self._between.allreduce(total, op=sum_op)
+            self._num_summed = number  # the next one may follow: it was launched after this one on every host
+            while not work.test() or self._own_count(_DONE) < number - 1:
+                yield
+            finish(total, total, op, self._num_ranks)
+            for part in parts:
+                part[...] = total
+        self._announce(_DONE, number)
+        while not self._all_have(_DONE, number):
+            yield
+        return array
+
+    def _announce(self, counter: int, number: int) -> None:
+        self._window.fence()
+        self._counters[self._window.rank][counter] = number
+
+    def _own_count(self, counter: int) -> int:
+        return int(self._counters[self._window.rank][counter])
+
+    def _all_have(self, counter: int, number: int) -> bool:
+        there = all(counters[counter] >= number for counters in self._counters)
+        self._window.fence()
+        return there
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])

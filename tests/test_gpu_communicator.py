@@ -1,0 +1,88 @@
+"""CuPy arrays through communicators: right where the MPI reads GPU memory and where it does not.
+
+mpirun -n 2 python -m pytest -m gpu tests
+"""
+
+import numpy as np
+import pytest
+
+from distributed import ReduceOp
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+
+def test_an_array_whose_kernels_still_run_is_reduced_right(ranks):
+    """An MPI that is handed the array too early, or the host copy of it, gives a sum of old values."""
+
+    def program(comm):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        slow = cupy.ones((2048, 2048), np.float32)
+        array = cupy.empty(1 << 22, np.float32)
+        for k in range(1, 51):
+            with stream:
+                for _ in range(20):
+                    slow = cupy.matmul(slow, slow) * np.float32(0)
+                array.fill((comm.rank + 1) * k)
+                assert comm.allreduce(array, op=ReduceOp.MEAN).wait() is array
+                total = array + slow[0, 0]  # on the same stream, at once
+                mean = k * (comm.size + 1) / 2
+                assert bool((total == np.float32(mean)).all()), k
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("limit", [7, 2**31 - 1])
+def test_collectives_take_arrays_of_the_gpu(ranks, dtype, limit):
+    def program(comm):
+        comm = comm.duplicate()
+        comm.max_message_elements = limit
+        n = np.arange(12)
+        mine = cupy.asarray(n + comm.rank, dtype)
+        mean = n + (comm.size - 1) / 2
+        sources = np.arange(comm.size)[:, None]
+        array = mine.copy().reshape(3, 4)
+        assert comm.allreduce(array, op=ReduceOp.MEAN).wait() is array
+        np.testing.assert_array_equal(array.get(), mean.reshape(3, 4).astype(dtype))
+        assert (comm.broadcast(mine.copy(), root=comm.size - 1).wait().get() == n + comm.size - 1).all()
+        gathered = comm.allgather(mine.reshape(3, 4)).wait()
+        assert isinstance(gathered, cupy.ndarray)
+        np.testing.assert_array_equal(gathered.get().reshape(comm.size, 12), n + sources)
+        rows = cupy.stack([mine + 20 * dest for dest in range(comm.size)])
+        exchanged = comm.all_to_all(rows.astype(dtype)).wait()
+        np.testing.assert_array_equal(exchanged.get(), n + sources + 20 * comm.rank)
+        flat = cupy.tile(mine, comm.size)
+        own = comm.reduce_scatter(flat, op=ReduceOp.MAX).wait()
+        np.testing.assert_array_equal(own.get(), n + comm.size - 1)
+        own[:] = -1  # a view
+        assert (flat[12 * comm.rank : 12 * (comm.rank + 1)] == -1).all()
+        assert comm.allreduce(cupy.empty(0, dtype)).wait().shape == (0,)
+
+    ranks.run(program)
+
+
+@pytest.mark.point_to_point
+def test_messages_take_arrays_of_the_gpu(ranks):
+    def program(comm):
+        before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        sent = cupy.full((3, 1 << 20), comm.rank, np.float32)
+        received = cupy.full_like(sent, -1)
+        work = comm.isend(sent, dest=after, tag=1)
+        assert comm.irecv(received, source=before, tag=1).wait() is received
+        assert work.wait() is sent
+        assert bool((received == before).all())
+        on_host = np.empty((3, 1 << 20), np.float32)  # what was sent from a GPU may be received on a host
+        work = comm.isend(sent, dest=after, tag=2)
+        assert (comm.recv(on_host, source=before, tag=2) == before).all()
+        work.wait()
+
+    ranks.run(program)
+
+
+def test_a_strided_array_of_the_gpu_is_refused(ranks):
+    def program(comm):
+        with pytest.raises(ValueError, match="allreduce needs a contiguous array"):
+            comm.allreduce(cupy.zeros(4)[::2])
+
+    ranks.run(program)

@@ -1,0 +1,232 @@
+"""What MPICommunicator adds to the contract: sums in rank order, limits of time, a progress thread.
+
+The settings of a world cannot be changed once it exists, so each test makes a family of its own over MPI's world.
+"""
+
+import re
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from jobs import needs_mpirun, run_job
+
+from distributed import LocalWorld, ReduceOp, launched_by_mpi
+
+under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
+
+
+def make(comm, **settings):
+    """Make a communicator of the same ranks with settings of its own."""
+    from mpi4py import MPI
+
+    from distributed.mpi import MPICommunicator, Settings
+
+    return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
+
+
+def reductions(comm, dtype):
+    """Reduce numbers whose sum depends on the order, in every way; return the bytes."""
+    values = np.random.default_rng(comm.rank).standard_normal(9973).astype(dtype)
+    works = [comm.allreduce(values[:n].copy(), op=op) for n in (9973, 1, 2, 17) for op in ReduceOp]
+    padded = values[: 600 * comm.size // comm.size * comm.size].copy()
+    works += [comm.reduce_scatter(padded.copy(), op=op) for op in ReduceOp]
+    return [works[i].wait().tobytes() for i in np.random.default_rng(comm.rank).permutation(len(works)).argsort()]
+
+
+@under_mpirun
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_sums_in_rank_order_have_the_bits_of_local_world(ranks, dtype):
+    def program(comm):
+        ordered = make(comm, deterministic=True)
+        found = reductions(ordered, dtype)
+        part = ordered.split(0, key=comm.rank)  # a child sums in rank order too
+        assert reductions(part, dtype) == found
+        assert found == LocalWorld(comm.size).run(reductions, dtype)[comm.rank]
+
+    ranks.run(program)
+
+
+@under_mpirun
+def test_phases_of_dropped_and_late_sums_are_launched_in_order(ranks):
+    def program(comm):
+        ordered = make(comm, deterministic=True)
+        arrays = [np.full(100, float(comm.rank + k)) for k in range(20)]
+        works = [ordered.allreduce(array) for array in arrays]
+        last = works[-1]
+        del works
+        junk = [np.full(100, -1.0) for _ in range(100)]
+        if comm.rank % 2:
+            time.sleep(0.01)
+        last.wait()
+        ordered.allreduce(np.zeros(1)).wait()  # phases are in order, so all before are over
+        for k, array in enumerate(arrays):
+            assert (array == comm.size * k + comm.size * (comm.size - 1) / 2).all()
+        return len(junk)
+
+    ranks.run(program)
+
+
+@under_mpirun
+def test_a_wait_for_one_message_lets_the_sums_of_others_go_on(ranks):
+    def program(comm):
+        ordered = make(comm, deterministic=True)
+        work = ordered.allreduce(np.ones(1000))  # in several phases
+        if comm.rank == 0:
+            for source in range(1, comm.size):
+                ordered.recv(np.empty(1), source=source, tag=0)  # sent only once the sum is complete
+            work.wait()
+        else:
+            assert (work.wait() == comm.size).all()
+            ordered.send(np.ones(1), dest=0, tag=0)
+
+    ranks.run(program)
+
+
+@under_mpirun
+def test_a_wait_too_long_says_who_waits_for_what(ranks):
+    def program(comm):
+        hasty = make(comm, timeout_seconds=0.2)
+        before = (comm.rank - 1) % comm.size
+        receive = hasty.irecv(np.empty((2, 3), np.float32), source=before, tag=5)
+        rule = (
+            f"no rank may wait longer than 0.2 s, but rank {comm.rank} waits for recv from {before} tag 5 of "
+            "float32[2, 3], 24 bytes, for stage 1, for micro-batch 7"
+        )
+        too_long = pytest.raises(TimeoutError, match=re.escape(rule) + "$")
+        with too_long, hasty.waiting_for("stage 1"), hasty.waiting_for(lambda: "micro-batch 7"):
+            receive.wait()
+        with pytest.raises(TimeoutError, match=r"float32\[2, 3\], 24 bytes$"):  # no longer in anybody's name
+            receive.wait()
+        comm.barrier()
+        hasty.isend(np.zeros((2, 3), np.float32), dest=(comm.rank + 1) % comm.size, tag=5)
+        receive.wait()
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(3, 4)
+def test_a_wait_in_a_part_names_its_ranks(ranks):
+    def program(comm):
+        part = make(comm, timeout_seconds=0.5).split(comm.rank % 2)
+        rule = f"recv from 0 tag 0 of float64[1], 8 bytes among ranks {list(range(comm.rank % 2, comm.size, 2))}"
+        receive = part.irecv(np.empty(1), source=0, tag=0)
+        with pytest.raises(TimeoutError, match=re.escape(rule)):
+            receive.wait()
+        comm.barrier()
+        if part.rank == 0:
+            for dest in range(part.size):
+                part.isend(np.empty(1), dest=dest, tag=0)
+        receive.wait()
+        comm.barrier()
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.parametrize("call", ["barrier", "split", "gather_objects"])
+def test_calls_that_block_are_limited_too(ranks, call):
+    def program(comm):
+        hasty = make(comm, timeout_seconds=0.2)
+        late = comm.rank == comm.size - 1
+        ask = {
+            "barrier": hasty.barrier,
+            "split": lambda: hasty.split(0),
+            "gather_objects": lambda: hasty.gather_objects(0),
+        }
+        if not late:
+            what = {
+                "barrier": "barrier$",
+                "split": "barrier, for split$",
+                "gather_objects": "allgather of .*, for gather_",
+            }
+            with pytest.raises(TimeoutError, match=what[call]):
+                ask[call]()
+
+    ranks.run(program)
+
+
+@under_mpirun
+def test_a_progress_thread_moves_what_nobody_polls(ranks):
+    def program(comm):
+        quiet = make(comm, progress_thread=True, deterministic=True)
+        array = np.ones(1 << 16)
+        work = quiet.allreduce(array)
+        deadline = time.monotonic() + 20
+        while not work.complete and time.monotonic() < deadline:
+            time.sleep(0.001)  # no call to MPI on this thread
+        assert work.complete
+        assert (array == comm.size).all()
+        quiet._engine.stop()
+
+    ranks.run(program)
+
+
+@under_mpirun
+def test_a_progress_thread_needs_threads_in_mpi(ranks, monkeypatch):
+    from mpi4py import MPI
+
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+
+    def program(comm):
+        rule = "progress_thread=True needs an MPI that allows calls from several threads, this one does not"
+        with pytest.raises(RuntimeError, match=rule):
+            make(comm, progress_thread=True)
+
+    ranks.run(program)
+
+
+@needs_mpirun
+def test_a_wait_too_long_ends_the_job(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import time\n"
+        "import numpy as np\n"
+        "from distributed import world\n"
+        "comm = world(timeout_seconds=0.5, progress_thread=True)\n"
+        "if comm.rank == 1:\n"
+        "    time.sleep(30)\n"
+        "with comm.waiting_for('the loss'):\n"
+        "    comm.allreduce(np.zeros(3)).wait()\n"
+    )
+    start = time.monotonic()
+    result = run_job([str(script)], ranks=2, cwd=tmp_path)
+    assert time.monotonic() - start < 20
+    assert result.returncode != 0
+    rule = "[rank 0] TimeoutError: no rank may wait longer than 0.5 s, but rank 0 waits for allreduce of float64[3], "
+    assert rule + "24 bytes by SUM, for the loss" in result.stderr
+
+
+@needs_mpirun
+def test_a_progress_thread_is_over_before_mpi_ends(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import numpy as np\n"
+        "from distributed import world\n"
+        "comm = world(progress_thread=True)\n"
+        "works = [comm.allreduce(np.ones(1 << 16)) for _ in range(5)]\n"
+        "assert all((work.wait() == 2).all() for work in works)\n"
+        "comm.barrier()\n"
+        "print('done', flush=True)\n"
+    )
+    result = run_job([str(script)], ranks=2, cwd=tmp_path)
+    assert (result.returncode, result.stdout.count("done")) == (0, 2), result.stderr
+
+
+@under_mpirun
+@pytest.mark.parametrize(("library", "answer"), [({"MPIX_Query_cuda_support": lambda: 1}, True), ({}, False)])
+def test_gpu_support_is_what_the_library_says(ranks, monkeypatch, library, answer):
+    import distributed.mpi as mpi
+
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
+    mpi.is_cuda_aware.cache_clear()
+
+    def program(comm):
+        assert mpi.is_cuda_aware() is answer
+        assert make(comm)._reads_gpu_memory("allreduce") is answer
+        assert not make(comm, deterministic=True)._reads_gpu_memory("allreduce")  # which adds up on the host
+        assert not make(comm)._reads_gpu_memory("allgather")
+
+    ranks.run(program)
+    mpi.is_cuda_aware.cache_clear()

@@ -1,0 +1,165 @@
+"""The progress engine, driven by operations of plain Python: no rank and no MPI."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from distributed.progress import Engine
+
+DONE = np.ones(1)
+
+
+def make_engine(**settings):
+    return Engine(rank=3, **{"timeout_seconds": 30.0, **settings})
+
+
+def steps(log, name, num_waits, result=DONE):
+    log.append(f"{name} launched")
+    for _ in range(num_waits):
+        yield
+    log.append(f"{name} done")
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def test_an_operation_is_launched_at_once_and_completed_by_polls():
+    log = []
+    work = make_engine().start(steps(log, "a", 1000), lambda: "a")
+    assert log == ["a launched"]
+    for _ in range(1000):
+        work.test()
+    assert log == ["a launched", "a done"]
+    assert work.test()
+    assert work.wait() is DONE
+
+
+def test_a_wait_moves_the_others_too():
+    engine, opened = make_engine(), []
+
+    def opener():
+        yield
+        yield
+        opened.append(True)
+        return DONE
+
+    def waits_for_the_other():
+        while not opened:
+            yield
+        return DONE
+
+    engine.start(opener(), lambda: "opener")
+    assert engine.start(waits_for_the_other(), lambda: "b").wait() is DONE
+
+
+def test_progress_polls_in_order_of_launch_and_not_too_often():
+    engine, polls = make_engine(), []
+
+    def notes(name):
+        while True:
+            polls.append(name)
+            yield
+
+    for name in "abc":
+        engine.start(notes(name), lambda: "a note")
+    polls.clear()
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.02:
+        engine.progress()
+    assert polls == list("abc") * (len(polls) // 3)
+    assert 1 <= len(polls) // 3 <= 0.02 / 200e-6
+
+
+def test_an_error_belongs_to_its_operation_whoever_finds_it():
+    engine, log = make_engine(), []
+    bad = engine.start(steps(log, "bad", 1, ValueError("boom")), lambda: "bad")
+    good = engine.start(steps(log, "good", 3), lambda: "good")
+    while not bad.complete:
+        engine.progress()
+    assert good.wait() is DONE
+    for ask in (bad.wait, bad.test, bad.wait):
+        with pytest.raises(ValueError, match="boom"):
+            ask()
+
+
+def test_an_operation_may_start_another():
+    engine = make_engine()
+
+    def outer():
+        yield
+        time.sleep(300e-6)  # so that the start polls all, this one too
+        inner = engine.start(steps([], "inner", 2), lambda: "inner")
+        while not inner.test():
+            yield
+        return inner.wait()
+
+    assert engine.start(outer(), lambda: "outer").wait() is DONE
+
+
+def test_a_dropped_operation_is_kept_until_it_is_done():
+    engine, log = make_engine(), []
+    engine.start(steps(log, "dropped", 5), lambda: "dropped")
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while log != ["dropped launched", "dropped done"] and time.monotonic() < deadline:
+        engine.progress()
+    assert log == ["dropped launched", "dropped done"]
+
+
+def test_a_wait_too_long_says_for_what():
+    engine = make_engine(timeout_seconds=0.05)
+
+    def never():
+        while True:
+            yield
+
+    work = engine.start(never(), lambda: "recv from 1 tag 7")
+    rule = r"no rank may wait longer than 0\.05 s, but rank 3 waits for recv from 1 tag 7"
+    with pytest.raises(TimeoutError, match=rule):
+        work.wait()
+
+
+def test_the_longest_wait_is_positive():
+    with pytest.raises(ValueError, match="timeout_seconds must be positive, got 0"):
+        make_engine(timeout_seconds=0)
+
+
+def test_a_thread_completes_operations_and_sleeps_when_there_are_none():
+    engine = make_engine(thread=True)
+    log = []
+    work = engine.start(steps(log, "a", 3), lambda: "a")
+    for _ in range(500):
+        if work.complete:
+            break
+        time.sleep(0.01)
+    assert work.complete
+    time.sleep(0.01)
+    polled = []
+    engine._poll_all = lambda: polled.append(1)
+    time.sleep(0.02)
+    assert polled == []
+    del engine._poll_all
+    assert engine.start(steps(log, "b", 2), lambda: "b").wait() is DONE
+    engine.stop()
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_two_threads_never_move_one_operation_at_once():
+    engine = make_engine(thread=True)
+    inside = []
+
+    def guarded():
+        for _ in range(200):
+            inside.append(1)
+            assert len(inside) == 1
+            time.sleep(0)
+            inside.pop()
+            yield
+        return DONE
+
+    works = [engine.start(guarded(), lambda: "guarded") for _ in range(3)]
+    assert [work.wait() is DONE for work in works] == [True] * 3
+    engine.stop()

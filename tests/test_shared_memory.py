@@ -1,0 +1,248 @@
+"""Reduction through memory that the ranks of a host share.
+
+Threads take the part of processes where only the steps matter; under mpirun the memory is a window of MPI. One host
+passes for several by an argument.
+"""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from distributed import LocalWorld, ReduceOp, launched_by_mpi
+from distributed.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+
+under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
+
+
+# With threads: the steps, in any order
+
+
+def make_buffers(num_ranks, num_bytes):
+    parts = [np.zeros(HEADER_BYTES + num_bytes, np.uint8) for _ in range(num_ranks)]
+    return [SharedBuffer(SharedWindow(rank, parts, lambda: None), num_ranks, None) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(20))
+def test_any_interleaving_of_ranks_and_operations_gives_the_sums(num_ranks, seed):
+    chance = np.random.default_rng(seed)
+    buffers = make_buffers(num_ranks, 8 * 40)
+    memories = [buffer.memory.view(np.float64) for buffer in buffers]
+    pending = []
+    for rank, (buffer, memory) in enumerate(zip(buffers, memories, strict=True)):
+        memory[:] = np.arange(40) * (rank + 1)
+        # Two operations on one slice would be an error; these are neighbours.
+        pending += [(rank, k, buffer.allreduce(memory[10 * k : 10 * k + 9], ReduceOp.SUM)) for k in range(4)]
+    launches = sorted(pending, key=lambda entry: entry[1])  # each rank launches in order
+    under_way = []
+    while launches or under_way:
+        if launches and chance.random() < 0.3:
+            candidates = {rank: entry for entry in reversed(launches) for rank in [entry[0]]}
+            entry = candidates[chance.choice(list(candidates))]
+            launches.remove(entry)
+            under_way.append(entry)
+        elif under_way:
+            entry = under_way[chance.integers(len(under_way))]
+        else:
+            continue
+        if next(entry[2], "end") == "end":
+            under_way.remove(entry)
+    factor = np.full(40, num_ranks * (num_ranks + 1) / 2)
+    for rank, memory in enumerate(memories):
+        untouched = np.arange(40) % 10 == 9
+        expected = np.arange(40) * np.where(untouched, rank + 1, factor)
+        np.testing.assert_array_equal(memory, expected)
+
+
+def test_a_rank_is_done_only_when_all_are():
+    first, second = make_buffers(2, 8)
+    arrays = [each.memory.view(np.float64) for each in (first, second)]
+    arrays[0][0], arrays[1][0] = 1, 2
+    steps = [each.allreduce(array, ReduceOp.SUM) for each, array in zip((first, second), arrays, strict=True)]
+    for _ in range(3):
+        next(steps[0])  # the other one has not arrived
+    assert [array[0] for array in arrays] == [1, 2]
+    assert next(steps[1]) is None  # the slice of rank 1 is that element; rank 0 has not said that its own is done
+    assert [array[0] for array in arrays] == [3, 3]
+    assert next(steps[0], "end") == "end"
+    assert next(steps[1], "end") == "end"
+
+
+def test_an_array_is_told_from_one_elsewhere():
+    (buffer,) = make_buffers(1, 80)
+    memory = buffer.memory.view(np.float64)
+    assert buffer.holds(memory)
+    assert buffer.holds(memory[3:4].reshape(1, 1))
+    assert not buffer.holds(memory[:0])
+    assert not buffer.holds(np.zeros(10))
+    assert not buffer.holds(buffer._window.parts[0][HEADER_BYTES - 1 : HEADER_BYTES])
+
+
+# With processes
+
+
+def make(**settings):
+    from mpi4py import MPI
+
+    from distributed.mpi import MPICommunicator, Settings
+
+    return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
+
+
+def in_window(comm, buffer):
+    return any(shared.holds(buffer) for shared in comm._shared)
+
+
+def averages(comm, dtype):
+    """Reduce slices of a buffer in several ways, several at once; return all bytes."""
+    buffer = comm.buffer(10_000, dtype)
+    values = np.random.default_rng(comm.rank).standard_normal(10_000).astype(dtype)
+    found = []
+    for op in ReduceOp:
+        buffer[:] = values
+        parts = [buffer[:1], buffer[1:3], buffer[3:8000], buffer[8000:].reshape(2, -1)]
+        works = [comm.allreduce(part, op=op) for part in parts]
+        for i in np.random.default_rng(comm.rank).permutation(4):
+            comm.progress()
+            works[i].wait()
+        found.append(buffer.tobytes())
+    return found
+
+
+@under_mpirun
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_a_window_reduces_in_rank_order(ranks, dtype):
+    def program(comm):
+        comm = comm.duplicate()
+        found = averages(comm, dtype)
+        assert len(comm._shared) == 1
+        assert found == LocalWorld(comm.size).run(averages, dtype)[comm.rank]
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_over_hosts_slices_are_summed_between_them(ranks, hosts, dtype):
+    def program(comm):
+        comm = make(hosts=hosts)
+        buffer = comm.buffer(1003, dtype)
+        assert in_window(comm, buffer)
+        for op in ReduceOp:
+            for _ in range(3):
+                buffer[:] = np.arange(1003) % 50 + comm.rank
+                halves = [comm.allreduce(buffer[:500], op=op), comm.allreduce(buffer[500:], op=op)]
+                halves[(comm.rank + 1) % 2].wait()
+                halves[comm.rank % 2].wait()
+                n = np.arange(1003) % 50
+                expected = {
+                    ReduceOp.SUM: 4 * n + 6,
+                    ReduceOp.MEAN: n + 1.5,
+                    ReduceOp.MIN: n,
+                    ReduceOp.MAX: n + 3,
+                }
+                np.testing.assert_array_equal(buffer, expected[op].astype(dtype))
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(3)
+def test_hosts_with_unequal_numbers_of_ranks_get_a_plain_array(ranks):
+    def program(comm):
+        comm = make(hosts="aab")
+        if comm.rank == 0:
+            rule = "gradients are reduced through messages, not shared memory: hosts have 1 or 2 ranks"
+            with pytest.warns(UserWarning, match=rule):
+                buffer = comm.buffer(10, np.float32)
+        else:
+            buffer = comm.buffer(10, np.float32)
+        assert not in_window(comm, buffer)
+        assert (comm.allreduce(buffer + 1).wait() == 3).all()
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
+    def program(comm):
+        apart = make(hosts=[str(rank) for rank in range(comm.size)])
+        assert not in_window(apart, apart.buffer(10, np.float32))
+        if comm.size == 4:
+            ordered = make(hosts="aabb", deterministic=True)  # host by host is not rank by rank
+            assert not in_window(ordered, ordered.buffer(10, np.float32))
+        assert not in_window(comm, np.zeros(10))
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("fault", ["space", "window"])
+def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault):
+    from mpi4py import MPI
+
+    import distributed.mpi as mpi
+
+    def refuse(*args, **kwargs):
+        raise MPI.Exception(MPI.ERR_INTERN)
+
+    def program(comm):
+        comm = comm.duplicate()
+        if fault == "window":
+            monkeypatch.setattr(MPI, "Win", SimpleNamespace(Allocate_shared=refuse))
+            rule = "not shared memory: .*internal"
+        else:
+            monkeypatch.setattr(mpi.shutil, "disk_usage", lambda path: SimpleNamespace(free=7 << 20))
+            rule = f"not shared memory: /dev/shm has 7 MiB free, and {4 * comm.size + 1} MiB are needed"
+        if comm.rank == 0:
+            with pytest.warns(UserWarning, match=f"(?i){rule}"):
+                buffer = comm.buffer(1 << 20, np.float32)
+        else:
+            buffer = comm.buffer(1 << 20, np.float32)
+        assert not in_window(comm, buffer)
+        buffer[:] = 1
+        assert (comm.allreduce(buffer).wait() == comm.size).all()
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+def test_a_late_rank_is_waited_for_and_others_are_served_meanwhile(ranks):
+    def program(comm):
+        comm = comm.duplicate()
+        buffer = comm.buffer(1 << 18, np.float32)
+        for step in range(5):
+            buffer[:] = comm.rank + step
+            if comm.rank == step % comm.size:
+                time.sleep(0.02)
+            work = comm.allreduce(buffer)
+            other = comm.allreduce(np.ones(1))
+            assert other.wait() == comm.size
+            assert (work.wait() == comm.size * step + comm.size * (comm.size - 1) // 2).all()
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+def test_long_buffers_go_in_pieces_and_dropped_work_is_finished(ranks):
+    def program(comm):
+        comm = comm.duplicate()
+        comm.max_message_elements = 1000
+        buffer = comm.buffer(2500, np.float32)
+        buffer[:] = 1
+        comm.allreduce(buffer)
+        comm.allreduce(np.ones(1)).wait()
+        comm.allreduce(buffer[:1]).wait()  # the same window, so after what was dropped
+        comm.barrier()
+        assert buffer[0] == comm.size**2
+        assert (buffer[1:] == comm.size).all()
+
+    ranks.run(program)
