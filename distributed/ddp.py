@@ -13,6 +13,7 @@ from distributed.comm_hooks import CommHook, allreduce
 from distributed.communicator import Communicator
 from minigrad.backward import Hooks
 from minigrad.flat import FlatBuffer
+from minigrad.nn import Buffer, Module
 from minigrad.tensor import Parameter
 
 
@@ -58,8 +59,9 @@ class DistributedDataParallel:
         comm_hook: CommHook = allreduce,
     ) -> None:
         self.params = list(model.parameters())
+        self._buffers = list(model.buffers()) if isinstance(model, Module) else []
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
-        check_layout(self.params, self.comm)
+        check_layout([*self.params, *self._buffers], self.comm)
         tied = getattr(model, "tied", ())
         self.buckets = GradientBucketManager(
             self.params, self.comm, bucket_bytes=bucket_bytes, last=tied, comm_hook=comm_hook
@@ -69,6 +71,7 @@ class DistributedDataParallel:
         self.first_sample = 0
         self.share = 1 / comm.size
         broadcast_params(self.params, self.comm)
+        self.sync_buffers()
 
     def hooks(self, *, num_samples: int) -> Hooks:
         """Return the hooks for one backward over this rank's samples.
@@ -95,6 +98,15 @@ class DistributedDataParallel:
         """Block until all gradients are averaged over ranks; call it before clipping and stepping."""
         self.buckets.wait()
 
+    def sync_buffers(self) -> None:
+        """Overwrite the buffers of every rank with rank 0's. Collective.
+
+        Done once when this is made. After that each rank's buffers are its own, since only their module knows what
+        they mean; call it before evaluating or saving if training changes them.
+        """
+        for work in [self.comm.broadcast(buffer.data) for buffer in self._buffers]:
+            work.wait()
+
     def mean(self, value: float) -> float:
         """Average a number over ranks, weighted as the gradients of the last `hooks`. Collective."""
         total = np.array([value * self.share])
@@ -111,8 +123,8 @@ def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: i
         part.note_change("broadcast")
 
 
-def check_layout(params: Iterable[Parameter], comm: Communicator) -> None:
-    """Check that all ranks have the same parameters in the same order. Collective.
+def check_layout(params: Iterable[Parameter | Buffer], comm: Communicator) -> None:
+    """Check that all ranks have the same parameters, and buffers, in the same order. Collective.
 
     Raises:
         ValueError: names the first that differs, and what two ranks have; the same message on every rank.

@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed.world": COMMUNICATION | {"distributed.mpi"},
     "distributed.comm_hooks": COMMUNICATION,
     "distributed.buckets": REDUCTION | {"distributed.comm_hooks"},
-    "distributed.ddp": REDUCTION | {"distributed.comm_hooks"},
+    "distributed.ddp": REDUCTION | {"distributed.comm_hooks", "minigrad.nn"},
     "distributed.sharded": TRAINING,
     "distributed.trainer": TRAINING | {"distributed.sharded"},
     "distributed.checkpoint": TRAINING | {"distributed.sharded", "distributed.mesh"},

@@ -786,3 +786,47 @@ def test_two_parameters_of_one_name_are_refused(ranks):
             DistributedDataParallel(model, comm)
 
     ranks.run(program)
+
+
+# Buffers
+
+
+class Tabled(Module):
+    def __init__(self, value: float, shape: tuple[int, ...] = (2,)) -> None:
+        self.w = mg.Parameter(1.0, "w")
+        self.table = mg.nn.Buffer(np.full(shape, value), "table")
+
+
+def test_buffers_start_as_those_of_rank_0_and_are_each_ranks_own_until_synced(ranks):
+    def program(comm):
+        model = Tabled(float(comm.rank + 1))
+        ddp = DistributedDataParallel(model, comm)
+        np.testing.assert_array_equal(model.table.data, [1, 1])
+        model.table.data = np.full(2, 10.0 + comm.rank)
+        reduced_backward(ddp, model.w * 2.0)
+        np.testing.assert_array_equal(model.table.data, [10 + comm.rank] * 2)
+        ddp.sync_buffers()
+        np.testing.assert_array_equal(model.table.data, [10, 10])
+
+    ranks.run(program)
+
+
+def test_buffers_of_another_shape_are_an_error_on_all(ranks):
+    def program(comm):
+        return error_of_construction(comm, Tabled(0.0, shape=(2 + (comm.rank == comm.size - 1),)))
+
+    if ranks.size > 1:
+        difference = f"parameter 1 is 'table' float64[2] on rank 0 and 'table' float64[3] on rank {ranks.size - 1}"
+        rule = "all ranks need the same parameters in the same order, but"
+        assert ranks.run(program) == [f"{rule} {difference}"] * ranks.size
+
+
+def test_a_model_without_parameters_is_nothing_to_reduce(ranks):
+    def program(comm):
+        ddp = DistributedDataParallel(Weights(), comm)
+        x = mg.Tensor(np.ones(2), requires_grad=True)
+        mg.backward_with_hooks(mg.sum(x * 2.0), ddp.hooks(num_samples=1))
+        ddp.wait()
+        assert ddp.mean(float(comm.rank)) == pytest.approx((comm.size - 1) / 2)
+
+    ranks.run(program)
