@@ -16,6 +16,9 @@ from distributed.communicator import Communicator, SoloCommunicator
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
 def world(
     *,
     synchronous_sends: bool = False,
@@ -61,6 +64,11 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
     if not launched_by_mpi(environ):
         return 0
     return next(int(environ[variable]) for variable in (*_RANK_VARIABLES, "SLURM_PROCID") if variable in environ)
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return this process's place among the ranks of its host, 0 outside a launcher: which GPU to take."""
+    return next((int(environ[variable]) for variable in _LOCAL_RANK_VARIABLES if variable in environ), 0)
 
 
 def describe(comm: Communicator) -> str:

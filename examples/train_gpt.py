@@ -20,8 +20,9 @@ import numpy as np
 from common.progress import Progress
 from common.settings import Settings, read_settings, read_text
 from common.text import sample_batch, trigram_nats, validation_batches
-from distributed import DistributedDataParallel, Mesh, describe, world
+from distributed import DistributedDataParallel, Mesh, describe, local_rank, world
 from minigrad import cross_entropy, rng
+from minigrad.backend import place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer, grad_square_sum, scale_to_norm
@@ -35,6 +36,8 @@ SAMPLE_TEMPERATURE = 0.8
 def main() -> None:
     settings = read_settings(__doc__)
     train, validation = read_text(settings)
+    if settings.device == "cuda":
+        use_gpu(local_rank())
     comm = world()
     mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
     speaks = comm.rank == 0
@@ -50,7 +53,9 @@ def main() -> None:
         dropout=settings.dropout,
     )
     schedule = SCHEDULES[settings.schedule]
-    stages = PipelineStage.of(gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype)
+    stages = PipelineStage.of(
+        gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype, device=settings.device
+    )
     ddp = DistributedDataParallel(stages, mesh.dp, bucket_bytes=int(settings.bucket_mb * 2**20))
     warmup = min(100, settings.steps // 10)
     lr = warmup_cosine(settings.lr, num_steps=settings.steps, num_warmup_steps=warmup, floor=settings.lr / 10)
@@ -63,7 +68,7 @@ def main() -> None:
     with Progress(settings, visible=speaks) as progress:
         for step in range(settings.steps):
             x, y = sample_batch(train, batch=settings.batch, context=settings.context, seed=settings.seed, step=step)
-            x, y = x[settings.rows(mesh.dp.rank)], y[settings.rows(mesh.dp.rank)]
+            x, y = (place(part[settings.rows(mesh.dp.rank)], settings.device) for part in (x, y))
             optimizer.zero_grad()
             hooks = ddp.hooks(num_samples=len(x))
             with rng.scope(seed=settings.seed, step=step, first_sample=ddp.first_sample):
@@ -97,7 +102,7 @@ def validation_loss(pipe: PipelineExecutor, text: bytes, settings: Settings, mes
     total = np.zeros(2)  # summed loss, number of windows
     batches = list(validation_batches(text, batch=settings.batch, context=settings.context))
     for x, y in batches[mesh.dp.rank :: mesh.dp.size]:
-        total += len(x) * pipe.evaluate(x, y), len(x)
+        total += len(x) * pipe.evaluate(place(x, settings.device), place(y, settings.device)), len(x)
     mesh.dp.allreduce(total).wait()
     return float(total[0] / total[1])
 
@@ -109,10 +114,13 @@ def write(stages: LocalStages, schedule: Schedule, prompt: bytes, settings: Sett
     last_rank = schedule.rank_of(schedule.num_stages(mesh.pp.size) - 1, mesh.pp.size)
     text = list(prompt)
     for _ in range(SAMPLE_BYTES):
-        outputs = pipe.predict(np.array([text[-settings.context :]]))  # logits (1, T, 256), on the last stage only
+        outputs = pipe.predict(
+            place(np.array([text[-settings.context :]]), settings.device)
+        )  # logits (1, T, 256), on the last stage only
         byte = np.zeros(1, np.int64)
         if outputs:
-            p = np.exp((outputs[0][0, -1] - outputs[0][0, -1].max()).astype(np.float64) / SAMPLE_TEMPERATURE)
+            logits = to_host(outputs[0])[0, -1].astype(np.float64)
+            p = np.exp((logits - logits.max()) / SAMPLE_TEMPERATURE)
             byte[0] = generator.choice(len(p), p=p / p.sum())
         mesh.pp.broadcast(byte, root=last_rank).wait()
         text.append(int(byte[0]))

@@ -22,10 +22,12 @@ def test_defaults_fit_one_rank() -> None:
 def test_each_flag_sets_its_field() -> None:
     line = (
         "--dp 1 --pp 1 --schedule gpipe --microbatches 2 --steps 3 --batch 5 --layers 6 --heads 7 --width 14"
-        " --context 8 --dropout 0.25 --lr 0.5 --seed 9 --text file --dtype float64 --bucket-mb 1.5 --progress lines"
+        " --context 8 --dropout 0.25 --lr 0.5 --seed 9 --text file --device cuda --dtype float64 --bucket-mb 1.5 --progress lines"
     )
     settings = read_settings("", line.split())
-    assert settings == Settings(1, 1, "gpipe", 2, 3, 5, 6, 7, 14, 8, 0.25, 0.5, 9, "file", "float64", 1.5, "lines")
+    assert settings == Settings(
+        1, 1, "gpipe", 2, 3, 5, 6, 7, 14, 8, 0.25, 0.5, 9, "file", "cuda", "float64", 1.5, "lines"
+    )
     assert all(getattr(settings, f.name) != f.default for f in fields(Settings) if f.name not in ("dp", "pp"))
 
 
@@ -67,6 +69,7 @@ def test_only_a_pipeline_cuts_its_batch() -> None:
         ({"bucket_mb": 0.0}, 1, "--bucket-mb must be above 0 and finite, got 0.0"),
         ({"bucket_mb": math.inf}, 1, "--bucket-mb must be above 0 and finite, got inf"),
         ({"schedule": "zigzag"}, 1, f"--schedule must be one of {', '.join(SCHEDULES)}, got zigzag"),
+        ({"device": "tpu"}, 1, "--device must be one of cpu, cuda, got tpu"),
         ({"dtype": "int8"}, 1, "--dtype must be one of float32, float64, got int8"),
         ({"progress": "pie"}, 1, "--progress must be one of auto, bar, lines, got pie"),
     ],

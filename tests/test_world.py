@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from distributed import LocalWorld, SoloCommunicator, describe, launched_by_mpi, launcher_rank, world
+from distributed import LocalWorld, SoloCommunicator, describe, launched_by_mpi, launcher_rank, local_rank, world
 
 LAUNCHED = [
     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}, 3),
@@ -55,3 +55,10 @@ def test_description_counts_ranks_and_hosts(ranks):
 def test_description_of_worlds_without_mpi():
     assert describe(SoloCommunicator()) == "1 rank, no MPI"
     assert LocalWorld(2).run(describe) == ["2 ranks on 1 host, threads of one process"] * 2
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"), [({}, 0), ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1), ({"SLURM_LOCALID": "3"}, 3)]
+)
+def test_local_rank(environ, rank):
+    assert local_rank(environ) == rank

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from common.text import load_text, split
 from distributed.world import launcher_rank
+from minigrad.backend import DEVICES
 from pipeline.schedules import SCHEDULES
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class Settings:
     text: str | None = flag(
         None, "file to learn, as bytes (default: the reference text that comes with Python)", "FILE"
     )
+    device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", "{cpu,cuda}")
     dtype: str = flag("float32", "of parameters and activations", "{float32,float64}")
     bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
     progress: str = flag("auto", "auto is a bar where stderr is a terminal; mpirun hides terminals", "{auto,bar,lines}")
@@ -62,7 +64,12 @@ class Settings:
 
 
 COUNTS = ("dp", "pp", "microbatches", "steps", "batch", "layers", "heads", "width", "context")
-CHOICES = {"schedule": tuple(SCHEDULES), "dtype": ("float32", "float64"), "progress": ("auto", "bar", "lines")}
+CHOICES = {
+    "schedule": tuple(SCHEDULES),
+    "device": DEVICES,
+    "dtype": ("float32", "float64"),
+    "progress": ("auto", "bar", "lines"),
+}
 
 
 def check(settings: Settings, world_size: int) -> None:
