@@ -22,7 +22,8 @@ def test_defaults_fit_one_rank() -> None:
 def test_each_flag_sets_its_field() -> None:
     line = (
         "--dp 1 --pp 1 --schedule gpipe --microbatches 2 --steps 3 --batch 5 --layers 6 --heads 7 --width 14"
-        " --context 8 --dropout 0.25 --lr 0.5 --seed 9 --text file --device cuda --dtype float64 --bucket-mb 1.5 --progress lines"
+        " --context 8 --dropout 0.25 --lr 0.5 --seed 9 --text file --device cuda --dtype float64"
+        " --bucket-mb 1.5 --progress lines"
     )
     settings = read_settings("", line.split())
     assert settings == Settings(
