@@ -17,7 +17,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -45,11 +45,11 @@ class Settings:
 
     Attributes:
         synchronous_sends: a send completes only once its receive is posted (Issend): shows who relies on buffering.
-        deterministic: reductions sum in rank order, whatever MPI does.
+        deterministic: reductions sum in rank order, whatever MPI does. Few ranks on several hosts do so in any case.
         timeout_seconds: the longest single wait.
         progress_thread: a thread moves unfinished operations, so that nobody has to call progress().
         max_message_elements: what is longer goes in several messages.
-        hosts: the host of each world rank, where it is not the one it is on: lets one host pass for several in a test.
+        hosts: the host of each world rank; found out by default. Lets one host pass for several in a test.
     """
 
     synchronous_sends: bool = False
@@ -63,7 +63,17 @@ class Settings:
 def mpi_world(settings: Settings) -> MPICommunicator:
     """Return the communicator of all ranks, and make an uncaught exception on any of them end the job. Collective."""
     abort_on_uncaught_exception()
+    if settings.hosts is None:
+        settings = replace(settings, hosts=_hosts())
     return MPICommunicator(MPI.COMM_WORLD, settings)
+
+
+def _hosts() -> list[str]:
+    """Return the name of each world rank's host: its first rank there, since names of hosts may repeat. Collective."""
+    part = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    name = part.bcast(f"host of rank {MPI.COMM_WORLD.Get_rank()}")
+    part.Free()
+    return MPI.COMM_WORLD.allgather(name)
 
 
 class MPICommunicator(Communicator):
@@ -86,13 +96,16 @@ class MPICommunicator(Communicator):
         self._settings = settings
         self._engine = engine or _new_engine(settings)
         self._comm = comm.Dup()
+        self._members = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
+        # Below 4 ranks Open MPI's Iallreduce reduces to one rank and broadcasts: twice the bytes of an exchange.
+        far_apart = settings.hosts is not None and len({settings.hosts[rank] for rank in self._members}) > 1
+        self._in_rank_order = settings.deterministic or (far_apart and self.size < 4)
         # Each phase of a sum in rank order has its own duplicate: ranks may reach the phases of two sums in any order.
-        self._exchange = comm.Dup() if settings.deterministic else self._comm
-        self._gather = comm.Dup() if settings.deterministic else self._comm
+        self._exchange = comm.Dup() if self._in_rank_order else self._comm
+        self._gather = comm.Dup() if self._in_rank_order else self._comm
         self._num_sums = 0
         self._num_gathers = 0
         self._max_tag = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
-        self._members = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
         self._label = "" if self.size == MPI.COMM_WORLD.Get_size() else f" among ranks {list(self._members)}"
         self._shared: list[SharedBuffer] = []
 
@@ -131,7 +144,7 @@ class MPICommunicator(Communicator):
         shared = next((buffer for buffer in self._shared if buffer.holds(array)), None)
         if shared is not None:
             steps = shared.allreduce(array, op)
-        elif self._settings.deterministic:
+        elif self._in_rank_order:
             steps = self._allreduce_in_rank_order(array, op)
         else:
             steps = self._allreduce_by_mpi(array, op)
@@ -143,8 +156,7 @@ class MPICommunicator(Communicator):
         return finish(total, array, op, self.size)
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        in_rank_order = self._settings.deterministic
-        steps = self._sum_own_slice(flat, op) if in_rank_order else self._reduce_scatter_by_mpi(flat, op)
+        steps = self._sum_own_slice(flat, op) if self._in_rank_order else self._reduce_scatter_by_mpi(flat, op)
         return self._start(steps, lambda: f"reduce_scatter of {_spec(flat)} by {op.name}")
 
     def _reduce_scatter_by_mpi(self, flat: Array, op: ReduceOp) -> Steps:
@@ -278,7 +290,7 @@ class MPICommunicator(Communicator):
         return SharedWindow(self.rank, parts, window.Sync), None
 
     def _reads_gpu_memory(self, call: str) -> bool:
-        return call in _GPU_CALLS and not self._settings.deterministic and is_cuda_aware()
+        return call in _GPU_CALLS and not self._in_rank_order and is_cuda_aware()
 
     def _start(self, steps: Steps, describe: Callable[[], str]) -> Operation:
         def describe_fully() -> str:
