@@ -16,7 +16,9 @@ LIMIT_SECONDS = 60
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside this Python or on the PATH")
 
 
-def run_job(arguments: Sequence[str], *, ranks: int | None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run_job(
+    arguments: Sequence[str], *, ranks: int | None, cwd: Path = ROOT, limit_seconds: float = LIMIT_SECONDS
+) -> subprocess.CompletedProcess[str]:
     """Run `python *arguments` on so many ranks, or without a launcher where ranks is None; it may fail."""
     command = [sys.executable, *arguments]
     if ranks is not None:
@@ -31,5 +33,5 @@ def run_job(arguments: Sequence[str], *, ranks: int | None, cwd: Path = ROOT) ->
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     return subprocess.run(
-        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=limit_seconds, check=False
     )

@@ -136,6 +136,13 @@ ROWS = [
     row(
         "scaled_dot_product_attention",
         plain_scaled_dot_product_attention,
+        normal(2, 2, 260, 2),  # two blocks of queries: samples take turns
+        *(normal(2, 2, 4, 2),) * 2,
+        mask=PADDED[:, None, None],
+    ),
+    row(
+        "scaled_dot_product_attention",
+        plain_scaled_dot_product_attention,
         normal(2, 5, 3),
         normal(2, 4, 3),
         normal(2, 4, 3),

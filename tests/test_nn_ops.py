@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -72,12 +73,51 @@ def test_a_key_that_is_masked_counts_for_nothing_however_well_it_fits() -> None:
     assert y.data == 5
 
 
-def test_attention_keeps_its_inputs_its_output_and_one_array_of_scores() -> None:
-    # and no second array of scores, nor a scaled copy of the queries
-    qkv = leaf(sample(2, 10, 12))
-    scores, sums = 2 * 2 * 10 * 10 * 8, 2 * 2 * 10 * 8
-    y = mg.causal_attention(qkv, num_heads=2)
-    assert kept_bytes(y) == qkv.data.nbytes + y.data.nbytes + scores + sums
+def test_attention_keeps_its_inputs_its_output_and_the_scores_of_one_block_of_queries() -> None:
+    # and no second array of scores, nor a scaled copy of the queries; of several blocks it keeps no scores at all
+    for time, scores_and_sums in (64, 64 * 64 + 64), (65, 0):
+        qkv = leaf(sample(2, time, 12))
+        y = mg.causal_attention(qkv, num_heads=2)
+        assert kept_bytes(y) == qkv.data.nbytes + y.data.nbytes + 2 * 2 * 8 * scores_and_sums
+
+
+def test_attention_without_causal_has_larger_blocks_and_keeps_a_mask_to_compute_scores_again() -> None:
+    k, mask = leaf(sample(3, 2, 4, 1)), np.ones((3, 1, 1, 4), bool)
+    for time, scores_and_sums, kept_mask in (256, 4 + 1, 0), (257, 0, mask.nbytes):
+        q = leaf(sample(3, 2, time, 1))
+        y = mg.scaled_dot_product_attention(q, k, k, mask=mask)
+        arrays = q.data.nbytes + k.data.nbytes + y.data.nbytes
+        assert kept_bytes(y) == arrays + 3 * 2 * time * 8 * scores_and_sums + kept_mask
+
+
+def test_attention_over_several_blocks_never_has_all_scores_at_a_time() -> None:
+    qkv = leaf(sample(4, 256, 24), np.float32)
+    scores = 4 * 4 * 256 * 256 * 4
+    tracemalloc.start()
+    y = mg.causal_attention(qkv, num_heads=4)
+    mg.backward_with_grad(y, y.data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < scores / 4
+
+
+def test_attention_over_several_blocks_is_right_for_large_scores() -> None:
+    data, g = 20 * sample(2, 130, 12), sample(2, 130, 4)
+    exact, single = leaf(data), leaf(data, np.float32)
+    for qkv in exact, single:
+        mg.backward_with_grad(mg.causal_attention(qkv, num_heads=2), g.astype(qkv.dtype))
+    largest = np.abs(exact.grad).max()
+    np.testing.assert_allclose(single.grad, exact.grad, atol=1e-3 * largest)
+    mg.check_vjp(mg.causal_attention, data / 4, num_heads=2)
+
+
+def test_half_precision_gradients_of_several_blocks_are_rounded_once() -> None:
+    data, g = sample(1, 300, 6).astype(np.float16), sample(1, 300, 2).astype(np.float16)
+    half, single = leaf(data, np.float16), leaf(data, np.float32)
+    for qkv in half, single:
+        mg.backward_with_grad(mg.causal_attention(qkv, num_heads=1), g.astype(qkv.dtype))
+    of_values = slice(4, 6)  # the only ones that do not depend on y, which is rounded too
+    np.testing.assert_array_equal(half.grad[..., of_values], single.grad[..., of_values].astype(np.float16))
 
 
 # -- convolution and pooling --------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What shows only after thousands of steps."""
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -51,3 +52,13 @@ def test_memory_stays_flat_over_10_000_steps(tmp_path: Path, monkeypatch: pytest
         start, *later = resident[1:]  # the first thousand steps fill caches
         assert len(later) == 10
         assert max(later) < 1.01 * start, resident
+
+
+@pytest.mark.soak
+@jobs.needs_mpirun
+def test_the_default_run_learns_more_than_counting_can() -> None:
+    """What `make train` does, on two ranks: below 1.6 nats a byte, and below a strong trigram table."""
+    result = jobs.run_job(["-m", "mpi4py", "examples/train_gpt.py", "--dp", "2"], ranks=2, limit_seconds=900)
+    assert result.returncode == 0, result.stderr
+    loss, table = re.findall(r"(\d\.\d+) nats a byte; a trigram table gets (\d\.\d+)", result.stdout)[0]
+    assert float(loss) < min(1.6, float(table))
