@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from pipeline import verify_command
 from pipeline.action import Action
 from pipeline.check import validate
 from pipeline.deadlock import prove
@@ -244,6 +245,11 @@ COMMANDS = {
     "simulate": Command("say what a schedule costs in time and memory", add_simulation, run_simulate),
     "compare": Command("compare schedules in one table", add_compare, run_compare),
     "check": Command("check a schedule: its order, and that it cannot deadlock", add_schedule, run_check),
+    "verify": Command(
+        "train a model in this layout and in one process, and name the first difference",
+        verify_command.add_arguments,
+        verify_command.run,
+    ),
     "dump": Command("print a schedule as a .csv file, to edit and run", add_schedule, run_dump),
 }
 
@@ -252,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one sub-command and return the exit status: 2 for a wrong name or value."""
     parser = Parser(
         prog=PROGRAM,
-        description="Look at pipeline schedules without running a model.",
+        description="Look at pipeline schedules, and verify that a model trains in one as in one process.",
         epilog=f"for example: {PROGRAM} draw 1f1b --stages 4 --microbatches 8",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

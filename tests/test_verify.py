@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jobs import needs_mpirun, run_job
 
 import minigrad as mg
 from distributed import GradientBucketManager, LocalWorld
 from minigrad.models import gpt, mlp
+from pipeline.__main__ import main
 from pipeline.stage import LocalStages, PipelineStage
 from pipeline.verify import Case, MismatchError, verify
 
@@ -100,3 +103,46 @@ def test_something_that_is_not_finite_is_a_mismatch() -> None:
     case = Case(MLP_CASE.layers, [(np.where(x > 1, np.nan, x), y)], mg.cross_entropy)
     with pytest.raises(MismatchError, match="differs by nan"):
         verify(case, pp=2, num_microbatches=2)
+
+
+# -- the command --------------------------------------------------------------------------
+
+
+def test_the_command_verifies_the_models_that_come_along(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "mlp", "--pp", "2", "--schedule", "zero_bubble_h1"]) == 0
+    assert capsys.readouterr().out.startswith("dp=1 pp=2 zero_bubble_h1 micro-batches=4: 3 steps, 16 gradients each, ")
+
+
+def test_the_command_takes_a_model_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_model.py").write_text(
+        "from test_verify import MLP_CASE as case\nmine = lambda: case\nnone = lambda: 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", "my_model:mine", "--dp", "2", "--pp", "1", "--microbatches", "2"]) == 0
+    assert "equal to one process" in capsys.readouterr().out
+    for model, rule in [
+        ("my_model:none", "my_model:none must return a pipeline.verify.Case, got int"),
+        ("my_model:gone", "the model 'my_model:gone' cannot be found: "),
+        ("cnn", "the model must be gpt or mlp, or MODULE:FUNCTION, got 'cnn'"),
+    ]:
+        assert main(["verify", model]) == 2
+        assert capsys.readouterr().err.startswith(f"python -m pipeline: {rule}")
+    assert main(["verify", "mlp", "--schedule", "zigzag"]) == 2
+    assert main(["verify", "mlp", "--pp", "0"]) == 2
+
+
+def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(LocalStages, "sum_tied", lambda self, before: None)
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", "gpt"])
+    assert stop.value.code == 1
+    assert capsys.readouterr().err.startswith("not equal to one process: rank 0 (dp 0, pp 0): step 0: the gradient of")
+
+
+@needs_mpirun
+def test_the_command_under_mpirun() -> None:
+    result = run_job(["-m", "mpi4py", "-m", "pipeline", "verify", "mlp", "--dp", "2", "--pp", "1"], ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("equal to one process") == 1
