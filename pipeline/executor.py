@@ -11,7 +11,6 @@ What a step needs beside the actions is done once, around them:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,73 +20,22 @@ from minigrad import rng
 from minigrad.backend import Array, xp_of
 from minigrad.backward import Hooks
 from minigrad.tape import no_grad
-from minigrad.tensor import Parameter, Tensor
+from minigrad.tensor import Tensor
+from minigrad.watch import progressing
 from pipeline import microbatch
 from pipeline.action import Action, Kind
 from pipeline.deadlock import prove
 from pipeline.lower import lower
-from pipeline.opening import Batch, Opening, agree, agree_on_orders, open_step
+from pipeline.opening import Batch, agree, agree_on_orders, open_step
 from pipeline.p2p import PointToPoint
-from pipeline.readiness import Readiness
+from pipeline.passes import Pass, PipelineOutput
+from pipeline.readiness import Readiness, side_by_side
+from pipeline.record import Recorder
 from pipeline.schedules import Schedule
 from pipeline.spec import Bundle, Spec
 from pipeline.stage import LocalStages
 
 LossFn = Callable[[Any, Array], Tensor]
-
-
-@dataclass(frozen=True)
-class PipelineOutput:
-    """What one pass over a batch gave, by micro-batch.
-
-    Attributes:
-        losses: of each micro-batch, on every rank; empty where there was no loss.
-        weights: each micro-batch's share of the samples.
-        outputs: of the last stage, on its rank; elsewhere empty.
-        input_grads: of the first stage, on its rank, where asked for; elsewhere empty.
-    """
-
-    losses: list[float]
-    weights: list[float]
-    outputs: list[Array]
-    input_grads: list[Array]
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of the batch.
-
-        Raises:
-            RuntimeError: the pass had none, as `forward` and `backward`.
-        """
-        if not self.losses:
-            raise RuntimeError("a pass by pipe.forward() and pipe.backward() has no loss; pipe.run() gives one")
-        return float(sum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)))
-
-
-@dataclass
-class _Pass:
-    """The state of one pass over a batch, from its opening to its close.
-
-    Attributes:
-        made: outputs and gradients computed here and not yet sent or used, keyed by the send that carries them.
-        cotangents: where a backward starts: each micro-batch's weight in the mean loss, or what the caller gives.
-        tied_before: the gradients of tied parameters from before this pass, which must not be summed again.
-    """
-
-    opening: Opening
-    weights: list[float]
-    cotangents: Sequence[Any]
-    readiness: Readiness
-    has_loss: bool
-    keep_outputs: bool
-    input_grads: bool
-    trains: bool
-    made: dict[Action, Bundle] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
-    outputs: dict[int, Array] = field(default_factory=dict)
-    output_specs: dict[int, Spec] = field(default_factory=dict)
-    grads_of_input: dict[int, Array] = field(default_factory=dict)
-    tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)
 
 
 class PipelineExecutor:
@@ -103,6 +51,9 @@ class PipelineExecutor:
         schedule: the order of work; see SCHEDULES.
         num_microbatches: parts that a batch is split into.
         loss_fn: (output, y) -> the mean loss over the samples of one micro-batch; needed on the last stage.
+
+    Attributes:
+        recorder: notes what runs when inside `with pipe.recorder:`.
     Raises:
         ValueError: num_microbatches < 1, the schedule does not allow these sizes, stages do not fit it, or ranks were
             given different ones; the same message on every rank.
@@ -124,6 +75,7 @@ class PipelineExecutor:
         self.stages = stages
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
+        self.recorder = Recorder()
         self._stage = {stage.stage_id: stage for stage in stages}
         self._first_rank = schedule.rank_of(0, comm.size)
         self._last_stage = num_stages - 1
@@ -134,18 +86,19 @@ class PipelineExecutor:
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             xp=xp_of(next((p.data for p in stages.parameters()), None)),
+            recorder=self.recorder,
         )
 
-        def program(kinds: Sequence[Kind]) -> list[Action]:
+        def program(kinds: Sequence[Kind]) -> list[list[Action]]:
             kept = [[action for action in order if action.kind in kinds] for order in orders]
             programs = lower(kept, rank_of=schedule.rank_of, num_stages=num_stages)
             prove(programs, rank_of=schedule.rank_of, num_stages=num_stages)
-            return programs[comm.rank]
+            return side_by_side(programs[comm.rank])
 
         self._training = program(list(Kind))
         self._forwards = program([Kind.F])
         self._backwards = program([Kind.B, Kind.W, Kind.BW])
-        self._waiting: _Pass | None = None  # a forward whose backward is still to come
+        self._waiting: Pass | None = None  # a forward whose backward is still to come
 
     def step(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> float:
         """Run forward and backward of a batch; gradients add to those of the parameters.
@@ -181,7 +134,6 @@ class PipelineExecutor:
         """
         state = self._open(x, None, has_loss=False, keep_outputs=True, input_grads=input_grads)
         self._execute(self._forwards, state)
-        self._p2p.finish()
         self._waiting = state
         return self._result(state)
 
@@ -197,6 +149,7 @@ class PipelineExecutor:
         state = self._waiting
         if state is None:
             raise RuntimeError("pipe.backward() without pipe.forward(): each micro-batch can be used only once")
+        self.recorder.enter("step", "open")
         agree(self.comm, lambda: self._take_cotangents(state, cotangents), num_columns=0)
         self._waiting = None
         self._p2p.begin(state.opening.specs)
@@ -215,11 +168,12 @@ class PipelineExecutor:
         keep_outputs: bool = False,
         input_grads: bool = False,
         trains: bool = True,
-    ) -> _Pass:
+    ) -> Pass:
         if self._waiting is not None and trains:
             raise RuntimeError(
                 "a forward still waits for pipe.backward(): a new pass would use its micro-batches twice"
             )
+        self.recorder.enter("step", "open")
         opening = open_step(
             self.comm,
             x,
@@ -235,38 +189,43 @@ class PipelineExecutor:
         self._p2p.begin(opening.specs)
         weights = microbatch.weights(opening.sizes)
         readiness = Readiness(len(self._stage) * self.num_microbatches, self.stages.tied)
-        return _Pass(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
+        return Pass(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
 
-    def _infer(self, state: _Pass) -> PipelineOutput:
+    def _infer(self, state: Pass) -> PipelineOutput:
         with no_grad():
             self._execute(self._forwards, state)
-        self._p2p.finish()
         return self._result(state)
 
-    def _train(self, state: _Pass, hooks: Hooks | None) -> PipelineOutput:
+    def _train(self, state: Pass, hooks: Hooks | None) -> PipelineOutput:
         self._start(state, hooks)
         self._execute(self._training, state)
         return self._finish(state)
 
-    def _start(self, state: _Pass, hooks: Hooks | None) -> None:
-        state.readiness.use((hooks or Hooks()) + Hooks(between_ops=self.comm.progress))
+    def _start(self, state: Pass, hooks: Hooks | None) -> None:
+        state.readiness.use((hooks or Hooks()) + self._between_ops())
         state.tied_before = self.stages.set_tied_aside()
 
-    def _finish(self, state: _Pass) -> PipelineOutput:
-        self._p2p.finish()
+    def _between_ops(self) -> Hooks:
+        """Return what lets messages move while this rank computes, and notes when they are there."""
+        return Hooks(between_ops=self.comm.progress) + self.recorder.hooks()
+
+    def _finish(self, state: Pass) -> PipelineOutput:
+        self.recorder.enter("step", "sum tied")
         self.stages.sum_tied(state.tied_before)
         state.readiness.finish()
         return self._result(state)
 
-    def _result(self, state: _Pass) -> PipelineOutput:
+    def _result(self, state: Pass) -> PipelineOutput:
         """Tell every rank the losses, and give what this rank holds."""
+        self.recorder.enter("step", "losses")
         losses = np.array([state.losses.get(i, 0.0) for i in range(self.num_microbatches if state.has_loss else 0)])
         if state.has_loss:
             self.comm.broadcast(losses, root=self._last_rank).wait()
+        self.recorder.leave()
         outputs, input_grads = ([d[i] for i in sorted(d)] for d in (state.outputs, state.grads_of_input))
         return PipelineOutput(losses.tolist(), state.weights, outputs, input_grads)
 
-    def _take_cotangents(self, state: _Pass, cotangents: Batch | None) -> Array:
+    def _take_cotangents(self, state: Pass, cotangents: Batch | None) -> Array:
         if self._last_stage in self._stage:
             if cotangents is None:
                 raise ValueError("the last stage needs the cotangents of its outputs, got None")
@@ -280,23 +239,29 @@ class PipelineExecutor:
 
     # -- the program ----------------------------------------------------------------------------
 
-    def _execute(self, program: Sequence[Action], state: _Pass) -> None:
-        for action in program:
+    def _execute(self, program: Sequence[Sequence[Action]], state: Pass) -> None:
+        for group in program:
+            action = group[0]
             match action.kind:
                 case Kind.RECV_F | Kind.RECV_B:
+                    self.recorder.enter("message", action)
                     self._p2p.post(action)
                 case Kind.SEND_F | Kind.SEND_B:
+                    self.recorder.enter("message", action)
                     self._p2p.send(action, state.made.pop(action))
                 case Kind.F:
                     self._run_forward(action, state)
                 case Kind.B | Kind.BW:
                     self._run_backward(action, state)
                 case Kind.W:
-                    stage = self._stage[action.stage]
-                    stage.backward_weight(action.microbatch, state.readiness.backward_hooks())
+                    self.recorder.enter("compute", *group)
+                    microbatches = [w.microbatch for w in group]
+                    self._stage[action.stage].backward_weight(microbatches, state.readiness.backward_hooks())
             self.comm.progress()
+        self.recorder.enter("step", "drain")
+        self._p2p.finish()
 
-    def _run_forward(self, action: Action, state: _Pass) -> None:
+    def _run_forward(self, action: Action, state: Pass) -> None:
         stage_id, i = action.stage, action.microbatch
         is_last = stage_id == self._last_stage
         if stage_id == 0:
@@ -304,14 +269,16 @@ class PipelineExecutor:
             x = Bundle((state.opening.inputs[i],), (state.input_grads,), False)
         else:
             x = self._arrived(Action(Kind.SEND_F, stage_id - 1, i), Action(Kind.RECV_F, stage_id, i), state)
+        self.recorder.enter("compute", action)
         finish = self._loss(i, state) if is_last else None
-        with rng.offset(sum(state.opening.sizes[:i])):
+        # A large message moves only while its sender is inside MPI: between hosts it would wait for this forward's end.
+        with rng.offset(sum(state.opening.sizes[:i])), progressing(self._between_ops().between_ops):
             output, reached = self._stage[stage_id].forward(i, x, finish=finish, keep_tape=state.trains)
         state.readiness.forward_done(reached)
         if not is_last:
             state.made[Action(Kind.SEND_F, stage_id, i)] = output
 
-    def _loss(self, i: int, state: _Pass) -> Callable[[Any], Tensor]:
+    def _loss(self, i: int, state: Pass) -> Callable[[Any], Tensor]:
         """Return what the last stage does with its output: note it, and go on to the loss where there is one."""
 
         def finish(output: Any) -> Any:
@@ -330,7 +297,7 @@ class PipelineExecutor:
 
         return finish
 
-    def _run_backward(self, action: Action, state: _Pass) -> None:
+    def _run_backward(self, action: Action, state: Pass) -> None:
         stage_id, i = action.stage, action.microbatch
         stage = self._stage[stage_id]
         if stage_id == self._last_stage:
@@ -340,6 +307,7 @@ class PipelineExecutor:
             cotangents = self._arrived(Action(Kind.SEND_B, stage_id + 1, i), receive, state).arrays
             if cotangents:  # the output has arrived where these come from: its send is complete
                 self._p2p.wait_sent(Action(Kind.SEND_F, stage_id, i))
+        self.recorder.enter("compute", action)
         run = stage.backward if action.kind is Kind.BW else stage.backward_input
         input_grads = run(i, cotangents, state.readiness.backward_hooks())
         if stage_id > 0:
@@ -347,6 +315,9 @@ class PipelineExecutor:
         elif input_grads:
             (state.grads_of_input[i],) = input_grads
 
-    def _arrived(self, made: Action, receive: Action, state: _Pass) -> Bundle:
+    def _arrived(self, made: Action, receive: Action, state: Pass) -> Bundle:
         """Return what the neighbouring stage made: handed over on this rank, or received."""
-        return state.made.pop(made) if made.stage in self._stage else self._p2p.receive(receive)
+        if made.stage in self._stage:
+            return state.made.pop(made)
+        self.recorder.enter("wait", receive)
+        return self._p2p.receive(receive)

@@ -16,12 +16,14 @@ Several arrays of one bundle share a tag: messages of one tag arrive in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from distributed.communicator import Communicator, Work
 from pipeline.action import Action, Kind
+from pipeline.record import Recorder
 from pipeline.spec import BUNDLE_COLUMNS, Bundle, BundleSpec, Spec
 
 
@@ -33,6 +35,7 @@ class PointToPoint:
         rank_of: stage -> rank.
         num_stages, num_microbatches: bound the tags.
         xp: the module, numpy or cupy, of the arrays.
+        recorder: notes how long messages are under way.
     Raises:
         ValueError: the tags would exceed what the communicator allows.
     """
@@ -45,6 +48,7 @@ class PointToPoint:
         num_stages: int,
         num_microbatches: int,
         xp: Any = np,
+        recorder: Recorder | None = None,
     ) -> None:
         if 3 * num_stages * num_microbatches > comm.max_tag + 1:
             raise ValueError(
@@ -55,6 +59,7 @@ class PointToPoint:
         self._rank_of = rank_of
         self._num_microbatches = num_microbatches
         self._xp = xp
+        self._recorder = recorder or Recorder()
         # (receiving stage, shape and dtype of the micro-batch's x) -> what the stage receives
         self._known: dict[tuple[int, Spec], BundleSpec] = {}
         self._learned: dict[tuple[int, Spec], BundleSpec] = {}
@@ -108,7 +113,8 @@ class PointToPoint:
                 works.append(self.comm.isend(spec.encode(), dest=self._peer(send), tag=self._tag(send, 2)))
         for array in bundle.arrays:
             contiguous = array if array.flags.c_contiguous else array.copy(order="C")
-            works.append(self.comm.isend(contiguous, dest=self._peer(send), tag=self._tag(send)))
+            launch = partial(self.comm.isend, contiguous, dest=self._peer(send), tag=self._tag(send))
+            works.append(self._recorder.watch("send", send, launch))
         # Sends of the same kind that are gone by now let their arrays go.
         self._sends = {a: w for a, w in self._sends.items() if a.kind is not send.kind or not _all_done(w)}
         self._sends[send] = works
@@ -140,9 +146,10 @@ class PointToPoint:
         return sent and sent.gradients
 
     def _post_data(self, receive: Action, spec: BundleSpec) -> None:
-        source, tag = self._peer(receive), self._tag(receive)
+        launch = partial(self.comm.irecv, source=self._peer(receive), tag=self._tag(receive))
         buffers = [self._xp.empty(part.shape, part.dtype) for part in spec.specs]
-        self._posted[receive] = spec, [self.comm.irecv(buffer, source=source, tag=tag) for buffer in buffers]
+        works = [self._recorder.watch("receive", receive, partial(launch, buffer)) for buffer in buffers]
+        self._posted[receive] = spec, works
 
     def _peer(self, action: Action) -> int:
         towards = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1

@@ -4,6 +4,9 @@ Each micro-batch has a tape of its own, and a parameter may be on any number of 
 as the forwards make them. From the first backward after this rank's last forward the counts are complete, so the
 hooks of the whole step start there: parameters already at zero are ready at once, each other one as its last tape is
 walked. No schedule needs a special case.
+
+Where several weight halves stand in a row, as at the end of a zero-bubble step, they run side by side: each parameter
+is ready when the last of them has passed it, and not only in the last one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,19 @@ from collections.abc import Iterable, Sequence
 
 from minigrad.backward import Hooks
 from minigrad.tensor import Parameter
+from pipeline.action import Action, Kind
+
+
+def side_by_side(program: Sequence[Action]) -> list[list[Action]]:
+    """Group a program into what runs as one: W's of one stage in a row together, any other action alone."""
+    groups: list[list[Action]] = []
+    for action in program:
+        last = groups[-1][-1] if groups else action
+        if groups and last.kind is action.kind is Kind.W and last.stage == action.stage:
+            groups[-1].append(action)
+        else:
+            groups.append([action])
+    return groups
 
 
 class Readiness:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class PipelineStage(Sequential):
         super().__init__(layers)
         self.spec = spec
         self._tapes: dict[int, _Tape] = {}  # by micro-batch
-        self._deferred: dict[int, DeferredGrads] = {}
+        self._deferred: dict[int, tuple[DeferredGrads, list[Parameter]]] = {}  # and what it will reach
 
     @staticmethod
     def of(
@@ -159,12 +160,12 @@ class PipelineStage(Sequential):
         output = Bundle(arrays, tuple(any(part is root for root in roots) for part in parts), is_tuple)
         if not keep_tape:
             return output, []
-        kept = _Tape([leaf for leaf in leaves if isinstance(leaf, Tensor)], roots)
-        for root in kept.roots:
+        for root in roots:
             if root.node is not None:
                 root.drop_data()  # once sent, nobody needs it; what backward needs, the tape keeps
-        self._tapes[microbatch] = kept
-        return output, reached_parameters(kept.roots)
+        reached = reached_parameters(roots)
+        self._tapes[microbatch] = _Tape([leaf for leaf in leaves if isinstance(leaf, Tensor)], roots, reached)
+        return output, reached
 
     def backward(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> tuple[Array, ...]:
         """Run one micro-batch backward, both halves, and free its tape.
@@ -185,22 +186,38 @@ class PipelineStage(Sequential):
         tape = self._tapes.pop(microbatch)
         roots, grads = tape.start(cotangents)
         if roots:
-            self._deferred[microbatch] = backward_input(roots, grads, hooks=hooks)
+            self._deferred[microbatch] = backward_input(roots, grads, hooks=hooks), tape.reached
         return tape.input_grads()
 
-    def backward_weight(self, microbatch: int, hooks: Hooks) -> None:
-        """Run the weight half of a backward."""
-        deferred = self._deferred.pop(microbatch, None)
-        if deferred is not None:
-            backward_weight(deferred, hooks=hooks)
+    def backward_weight(self, microbatches: Sequence[int], hooks: Hooks) -> None:
+        """Run the weight halves of some backwards side by side: each parameter is ready as early as can be.
+
+        Args:
+            hooks: `on_grad_ready` is called once for each micro-batch that reaches the parameter, when all are done.
+        """
+        halves = [self._deferred.pop(i) for i in microbatches if i in self._deferred]
+        tapes = Counter(p for _, reached in halves for p in reached)
+
+        def all_ready(p: Parameter) -> None:
+            if hooks.on_grad_ready is not None:
+                for _ in range(tapes[p]):
+                    hooks.on_grad_ready(p)
+
+        if halves:
+            backward_weight([deferred for deferred, _ in halves], hooks=replace(hooks, on_grad_ready=all_ready))
 
 
 @dataclass(frozen=True)
 class _Tape:
-    """Both ends of one micro-batch's tape on one stage: the inputs that want a gradient, the outputs that get one."""
+    """Both ends of one micro-batch's tape on one stage: the inputs that want a gradient, the outputs that get one.
+
+    Attributes:
+        reached: the parameters in between.
+    """
 
     leaves: list[Tensor]
     roots: list[Tensor]
+    reached: list[Parameter]
 
     def start(self, cotangents: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
         """Return where a backward starts: outputs that nothing trainable is behind get their cotangents in vain."""

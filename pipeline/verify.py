@@ -235,7 +235,15 @@ class _SpreadRun:
 
             return wrapped
 
-        vars(stage).update(backward=recorded(stage.backward), backward_weight=recorded(stage.backward_weight))
+        weight_half = stage.backward_weight
+        recorded_half = recorded(lambda i, hooks: weight_half([i], hooks))
+
+        def one_by_one(microbatches: Sequence[int], hooks: Hooks) -> None:
+            """The same bits as side by side, and the part of each can be told."""
+            for i in microbatches:
+                recorded_half(i, hooks)
+
+        vars(stage).update(backward=recorded(stage.backward), backward_weight=one_by_one)
 
     def _record_final(self, parameter: Parameter) -> None:
         assert parameter.grad is not None

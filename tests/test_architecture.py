@@ -97,9 +97,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.opening": STAGES,
     "pipeline.stage": STAGES | {"minigrad.nn"},  # a stage is a Sequential of the layers that it built
     "pipeline.executor": STAGES
+    | {"minigrad.watch"}
     | {f"pipeline.{name}" for name in ("stage", "p2p", "opening", "passes", "readiness", "record")},
     # Applications, which put the packages together as a user does.
     "pipeline.verify": {"numpy", *PACKAGES},
+    "pipeline.verify_command": {"numpy", *PACKAGES},
     "pipeline.__main__": {"numpy", *PACKAGES},
     # What a package shows is all its own.
     "minigrad.__init__": {"minigrad"},

@@ -535,3 +535,14 @@ def test_several_outputs_need_a_grad_each(grads: list[Array] | None) -> None:
     x = mg.Tensor(np.ones(2), requires_grad=True)
     with pytest.raises(ValueError, match="backward of 2 outputs needs as many grads, got"):
         mg.backward_with_grad([x * 2, x * 3], grads)
+
+
+def test_an_exception_in_a_hook_says_for_which_parameter() -> None:
+    w = mg.Parameter(np.ones(2), "fc.weight")
+
+    def boom(parameter: mg.Parameter) -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        mg.backward_with_hooks(mg.sum(w), on_grad_ready=boom)
+    assert caught.value.__notes__ == ["in on_grad_ready of 'fc.weight'"]

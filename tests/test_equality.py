@@ -23,7 +23,14 @@ NUM_STEPS = 3
 # 1 and 2 micro-batches are fewer than there are stages (torchtitan#775, PiPPy#1064).
 # Samples of each replica, by number of replicas: at least one for each of 8 micro-batches, divided by none of 2, 4, 8.
 SAMPLES = {1: (25,), 2: (14, 11), 3: (9, 8, 8), 4: (9, 9, 8, 9)}
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(1, 4), (2, 2), (4, 1)]}
+LAYOUTS = {
+    1: [(1, 1)],
+    2: [(2, 1), (1, 2)],
+    3: [(3, 1), (1, 3)],
+    4: [(1, 4), (2, 2), (4, 1)],
+    6: [(2, 3)],
+    8: [(2, 4)],
+}
 CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=8, num_heads=2, width=8, dropout=0.1)
 SGD = optim.SGD(0.5, momentum=0.9)
 
@@ -159,10 +166,19 @@ def test_training_equals_one_process(ranks, model, schedule, num_microbatches):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_microbatches", range(1, 9))
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.point_to_point
 def test_training_equals_one_process_in_every_layout(ranks, model, schedule, num_microbatches):
+    check_layouts(ranks, model, schedule, num_microbatches)
+
+
+@pytest.mark.soak
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_microbatches", range(1, 9))
+@pytest.mark.parametrize("model", MODELS)
+def test_two_replicas_of_long_pipelines_equal_one_process(ranks, model, schedule, num_microbatches):
     check_layouts(ranks, model, schedule, num_microbatches)
 
 

@@ -1,6 +1,8 @@
 """The example scripts, run as a user runs them, small."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from jobs import needs_mpirun, run_job
@@ -38,6 +40,22 @@ def test_every_layout_trains_the_same_model(one_process: str, layout: str) -> No
     result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout.split()], ranks=ranks)
     assert result.returncode == 0, result.stderr
     assert learned(result.stdout) == learned(one_process)
+
+
+@needs_mpirun
+def test_a_trace_shows_the_last_step_on_every_rank(tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    layout = ["--dp", "2", "--pp", "2", "--microbatches", "2", "--steps", "2", "--trace", str(trace)]
+    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout], ranks=4)
+    assert result.returncode == 0, result.stderr
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    for rank in range(4):
+        mine = {event["name"]: event["cat"] for event in events if event["pid"] == rank}
+        stage = rank % 2
+        assert {name for name, category in mine.items() if category == "compute"} == {
+            f"{stage}{kind}{i}" for kind in ("F", "BW") for i in range(2)
+        }
+        assert any(category.startswith("bucket") for category in mine.values())
 
 
 @needs_mpirun

@@ -23,11 +23,11 @@ def test_each_flag_sets_its_field() -> None:
     line = (
         "--dp 1 --pp 1 --schedule gpipe --microbatches 2 --steps 3 --batch 5 --layers 6 --heads 7 --width 14"
         " --context 8 --dropout 0.25 --lr 0.5 --seed 9 --text file --device cuda --dtype float64"
-        " --bucket-mb 1.5 --progress lines"
+        " --bucket-mb 1.5 --progress lines --trace steps.json"
     )
     settings = read_settings("", line.split())
     assert settings == Settings(
-        1, 1, "gpipe", 2, 3, 5, 6, 7, 14, 8, 0.25, 0.5, 9, "file", "cuda", "float64", 1.5, "lines"
+        1, 1, "gpipe", 2, 3, 5, 6, 7, 14, 8, 0.25, 0.5, 9, "file", "cuda", "float64", 1.5, "lines", "steps.json"
     )
     assert all(getattr(settings, f.name) != f.default for f in fields(Settings) if f.name not in ("dp", "pp"))
 

@@ -85,6 +85,21 @@ def test_a_tied_parameter_is_ready_last_after_its_sum(ranks):
         assert "w" not in dict(ours)
 
 
+def test_messages_move_between_the_ops_of_a_forward(ranks):
+    """Over TCP a large activation, sent just before a forward, otherwise arrives when that forward has ended."""
+
+    def program(comm):
+        log = Log()
+        pipe = connect(RecordingCommunicator(comm, log), four_layers(), num_microbatches=1)
+        (stage,) = pipe.stages
+        log.num_progress = 0
+        pipe.predict(X)
+        num_neighbours = (comm.rank > 0) + (comm.rank < comm.size - 1)
+        return log.num_progress, 2 * len(stage.layers) + 1 + num_neighbours  # a product and a tanh a layer; the actions
+
+    assert all(calls == expected for calls, expected in ranks.run(program))
+
+
 def test_messages_move_between_the_ops_of_a_backward(ranks):
     def program(comm):
         log = Log()

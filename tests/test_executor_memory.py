@@ -1,35 +1,12 @@
 """What a pipeline keeps: as many micro-batches as its schedule says, counted on the arrays themselves."""
 
 import gc
-import weakref
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
-from toy_pipeline import connect
+from census import census
 
-import minigrad as mg
-from minigrad import nn
-
-
-class Watch(nn.Module):
-    """tanh(x @ w + b); `alive` counts the micro-batches of which an array or a node is still somewhere."""
-
-    def __init__(self, param, *, first):
-        self.linear = nn.Linear(param, 4, 4)
-        self.first = first
-        self.kept = []  # for each forward
-        self.peak = 0
-
-    def __call__(self, x):
-        y = mg.tanh(self.linear(x))
-        mine = [y.data, y.node] if self.first else [x.data, y.data, y.node]  # the first input is a view of the batch
-        self.kept.append([weakref.ref(thing) for thing in mine])
-        self.peak = max(self.peak, self.alive())
-        return y
-
-    def alive(self):
-        return sum(any(ref() is not None for ref in refs) for refs in self.kept)
+from pipeline import SCHEDULES, simulate
 
 
 @contextmanager
@@ -41,29 +18,29 @@ def without_collector():
         gc.enable()
 
 
+def held(ranks, schedule, num_microbatches):
+    """Return the most micro-batches that each stage held; check that nothing is left."""
+    with without_collector():
+        by_stage = {
+            stage: counts for found in ranks.run(census, schedule, num_microbatches) for stage, counts in found.items()
+        }
+    assert all(left == 0 for _, left in by_stage.values())
+    return [by_stage[stage][0] for stage in sorted(by_stage)]
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2, 8, 16])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.point_to_point
 def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_to_come(ranks, schedule, num_microbatches):
     """A cache, or sends that nobody completes, would keep them all. pytorch#128910"""
-
-    def layer(name):
-        return name, lambda param: Watch(param.at(name), first=name == "l0")
-
-    def program(comm):
-        pipe = connect(
-            comm, [layer(f"l{i}") for i in range(comm.size)], schedule=schedule, num_microbatches=num_microbatches
-        )
-        (stage,) = pipe.stages
-        (watch,) = stage.layers
-        x, y = np.ones((num_microbatches, 4)), np.zeros((num_microbatches, 4))
-        for _ in range(2):
-            pipe.step(x, y)
-            assert watch.alive() == 0
-            assert stage.num_in_flight == 0
-        return watch.peak
-
-    with without_collector():
-        peaks = ranks.run(program)
     stages_to_come = [ranks.size - rank if schedule == "1f1b" else num_microbatches for rank in range(ranks.size)]
+    peaks = held(ranks, SCHEDULES[schedule], num_microbatches)
     assert peaks == [min(num_microbatches, peak) for peak in stages_to_come]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.point_to_point
+def test_every_schedule_keeps_what_its_simulation_says(ranks, schedule):
+    orders = SCHEDULES[schedule].orders(ranks.size, 12)
+    simulated = simulate(orders, num_stages=SCHEDULES[schedule].num_stages(ranks.size))
+    assert held(ranks, SCHEDULES[schedule], 12) == simulated.peak_microbatches_per_stage

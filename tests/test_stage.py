@@ -132,7 +132,7 @@ def test_two_halves_are_the_whole_to_the_last_bit():
     wanted = backward(whole, g)
     got = halves.backward_input(0, [g], Hooks())[0]
     assert all(p.grad is None for p in halves.parameters())
-    halves.backward_weight(0, Hooks())
+    halves.backward_weight([0], Hooks())
     np.testing.assert_array_equal(got, wanted, strict=True)
     for name, grad in halves.param_grads().items():
         np.testing.assert_array_equal(grad, whole.param_grads()[name], strict=True)
@@ -145,7 +145,7 @@ def test_the_weight_half_of_a_frozen_stage_is_nothing():
     output, reached = forward(stage, np.ones((2, 3)), input_grad=False)
     assert reached == []
     assert stage.backward_input(0, [np.ones_like(output)], Hooks()) == ()
-    stage.backward_weight(0, Hooks())
+    stage.backward_weight([0], Hooks())
     assert stage.num_in_flight == 0
 
 

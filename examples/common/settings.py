@@ -52,6 +52,7 @@ class Settings:
     dtype: str = flag("float32", "of parameters and activations", "{float32,float64}")
     bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
     progress: str = flag("auto", "auto is a bar where stderr is a terminal; mpirun hides terminals", "{auto,bar,lines}")
+    trace: str | None = flag(None, "file for a timeline of the last step, which ui.perfetto.dev shows", "FILE")
 
     @property
     def num_microbatches(self) -> int:

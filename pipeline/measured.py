@@ -1,0 +1,96 @@
+"""A recorded step as a Timeline, beside the one that the simulator predicts from its times.
+
+with pipe.recorder:
+    pipe.step(x, y)
+measured = timeline(pipe.recorder.gather(comm))
+print(compare(predict(measured), measured))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from pipeline.action import Action, Kind
+from pipeline.draw import draw
+from pipeline.simulate import Timed, Timeline, simulate
+from pipeline.trace import Event
+
+_PARTS = {"forward": Kind.F, "backward_input": Kind.B, "backward_weight": Kind.W}
+
+
+def timeline(events: Sequence[Event]) -> Timeline:
+    """Return what the events of one step say about computing; time 0 is the start of the first action.
+
+    Weight halves that ran side by side share their time evenly.
+
+    Raises:
+        ValueError: an action ran twice, so this is more than one step, or a rank computed nothing.
+    """
+    compute = sorted((event for event in events if event.category == "compute"), key=lambda event: event.start)
+    num_ranks = 1 + max((event.rank for event in events), default=0)
+    rows: list[list[Timed]] = [[] for _ in range(num_ranks)]
+    for rank, names, start, end, _ in compute:
+        actions = [Action.parse(name) for name in names.split()]
+        share = (end - start) / len(actions)
+        begin = start - compute[0].start
+        rows[rank] += [Timed(action, begin + i * share, begin + (i + 1) * share) for i, action in enumerate(actions)]
+    for rank, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"a timeline needs an action on every rank, got none on rank {rank}")
+        if len({action for action, _, _ in row}) < len(row):
+            raise ValueError(f"a timeline is of one step, but an action ran twice on rank {rank}")
+    return Timeline(rows)
+
+
+def times(*timelines: Timeline) -> dict[str, list[float]]:
+    """Return the median time of F, B and W of every stage, as arguments of `simulate`. BW counts half to each of B, W.
+
+    Args:
+        timelines: of the same orders.
+    """
+    taken: dict[tuple[int, Kind], list[float]] = {}
+    for row in (row for one in timelines for row in one.rows):
+        for action, start, end in row:
+            for part in action.parts:
+                taken.setdefault((part.stage, part.kind), []).append((end - start) / len(action.parts))
+    num_stages = 1 + max(stage for stage, _ in taken)
+    return {
+        name: [median(taken.get((stage, kind), [1.0])) for stage in range(num_stages)] for name, kind in _PARTS.items()
+    }
+
+
+def predict(*measured: Timeline, orders: Sequence[Sequence[Action]] | None = None, latency: float = 0.0) -> Timeline:
+    """Simulate with the median times of the actions of measured timelines.
+
+    Args:
+        measured: of the same orders.
+        orders: what to simulate, of the same stages; by default the measured ones.
+        latency: see `simulate`; in seconds.
+    """
+    if orders is None:
+        orders = [[action for action, _, _ in row] for row in measured[0].rows]
+    taken = times(*measured)
+    return simulate(
+        orders,
+        num_stages=len(taken["forward"]),
+        forward=taken["forward"],
+        backward_input=taken["backward_input"],
+        backward_weight=taken["backward_weight"],
+        latency=latency,
+    )
+
+
+def compare(predicted: Timeline, measured: Timeline) -> str:
+    """Draw both, and set their numbers side by side; times in seconds."""
+    figures: dict[str, tuple[float, float]] = {
+        "makespan, s": (predicted.makespan, measured.makespan),
+        "span bubble, s": (predicted.span_bubble, measured.span_bubble),
+        "span bubble rate": (predicted.span_bubble_rate, measured.span_bubble_rate),
+        "bubble fraction": (predicted.bubble_fraction, measured.bubble_fraction),
+        "efficiency": (predicted.efficiency, measured.efficiency),
+    }
+    for rank in range(len(measured.rows)):
+        figures[f"makespan bubble of rank {rank}, s"] = predicted.makespan_bubble(rank), measured.makespan_bubble(rank)
+    lines = ["predicted", draw(predicted), "measured", draw(measured), f"{'':<32}{'predicted':>10}{'measured':>10}"]
+    return "\n".join([*lines, *(f"{name:<32}{a:>10.4f}{b:>10.4f}" for name, (a, b) in figures.items())])

@@ -1,0 +1,180 @@
+"""What a rank did when, noted while it runs.
+
+    with pipe.recorder:
+        pipe.step(x, y)
+    events = pipe.recorder.gather(comm)         # collective: of all ranks, on one clock
+    Path("step.json").write_text(perfetto(events))
+
+`pipe.recorder.comm_hook(allreduce)`, given to DistributedDataParallel, notes the buckets too.
+
+A rank is at any moment in one state: it computes an action, waits for a message, posts or sends one, opens or closes
+the step. Besides, messages and buckets are under way; one counts as complete when this rank first sees that it is,
+at the latest after the op that it was in. On a GPU the time of an action is that of launching its kernels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from distributed.communicator import Array, Communicator, Work
+from minigrad.backward import Hooks
+from pipeline.trace import Event
+
+NUM_EXCHANGES = 16  # of clocks, with each rank; the quickest counts
+CommHook = Callable[[Array, Communicator], Work]
+
+
+class Note(NamedTuple):
+    """An Event on this rank's own clock."""
+
+    name: str
+    start: float
+    end: float
+    category: str
+
+
+class Recorder:
+    """Notes what this rank does inside a `with`; outside it costs a look at a flag.
+
+    Attributes:
+        notes: what was noted, in the order in which it ended. Each `with` begins with none.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self._is_on = False
+        self._state: tuple[str, str, float] | None = None  # name, category, since when
+        self._under_way: list[_WatchedWork] = []
+
+    def __enter__(self) -> Recorder:
+        self.notes = []
+        self._is_on = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+        self._look()
+        self._under_way.clear()
+        self._is_on = False
+
+    def enter(self, category: str, *what: object) -> None:
+        """Note that this rank now does something else; `what` becomes the event's name."""
+        if self._is_on:
+            self.leave()
+            self._state = " ".join(map(str, what)), category, time.perf_counter()
+
+    def leave(self) -> None:
+        """Note that this rank is done with what it did."""
+        if self._state is not None:
+            name, category, start = self._state
+            self.notes.append(Note(name, start, time.perf_counter(), category))
+            self._state = None
+
+    def watch(self, category: str, what: object, launch: Callable[[], Work]) -> Work:
+        """Launch work, and note how long it is under way."""
+        if not self._is_on:
+            return launch()
+        notes, start = self.notes, time.perf_counter()
+        watched = _WatchedWork(launch(), lambda end: notes.append(Note(str(what), start, end, category)))
+        self._under_way.append(watched)
+        return watched
+
+    def comm_hook(self, inner: CommHook) -> CommHook:
+        """Return `inner`, the way in which a bucket's gradients travel, watched; for `DistributedDataParallel`."""
+
+        def hook(grad: Array, comm: Communicator) -> Work:
+            return self.watch("bucket", f"{grad.nbytes / 2**20:.2f} MiB", lambda: inner(grad, comm))
+
+        return hook
+
+    def hooks(self) -> Hooks:
+        """Return what a backward has to call, so that the end of a message is seen when it comes."""
+        return Hooks(between_ops=self._look) if self._is_on else Hooks()
+
+    def _look(self) -> None:
+        self._under_way = [work for work in self._under_way if not work.test()]
+
+    def gather(self, comm: Communicator) -> list[Event]:
+        """Return the events of all ranks, in order of their start, with times from the first one on. Collective.
+
+        Args:
+            comm: says what a rank is; see `clock_offset` for how its clocks are aligned.
+        """
+        offset = clock_offset(comm)
+        mine = [
+            Event(comm.rank, note.name, note.start + offset, note.end + offset, note.category) for note in self.notes
+        ]
+        events = [event for row in comm.gather_objects(_on_tracks(mine)) for event in row]
+        first = min((event.start for event in events), default=0.0)
+        shifted = [event._replace(start=event.start - first, end=event.end - first) for event in events]
+        return sorted(shifted, key=lambda event: event.start)
+
+
+def clock_offset(comm: Communicator, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return what to add to this rank's clock to have rank 0's. Collective.
+
+    Rank 0 asks each other rank for its time, some times over. The quickest answer counts, taken for the time in the
+    middle between question and answer: wrong by at most half of what it took, microseconds on one host. Clocks that
+    run at different speeds drift apart afterwards.
+    """
+    comm = comm.duplicate()
+    time_of_other, offset = np.zeros(1), np.zeros(1)
+    for other in range(1, comm.size):
+        quickest = np.inf
+        for _ in range(NUM_EXCHANGES):
+            if comm.rank == 0:
+                asked = clock()
+                comm.send(time_of_other, dest=other, tag=0)
+                comm.recv(time_of_other, source=other, tag=0)
+                took = clock() - asked
+                if took < quickest:
+                    quickest, offset[0] = took, asked + took / 2 - time_of_other[0]
+            elif comm.rank == other:
+                comm.recv(time_of_other, source=0, tag=0)
+                time_of_other[0] = clock()
+                comm.send(time_of_other, dest=0, tag=0)
+        if comm.rank == 0:
+            comm.send(offset, dest=other, tag=0)
+        elif comm.rank == other:
+            comm.recv(offset, source=0, tag=0)
+    return 0.0 if comm.rank == 0 else float(offset[0])
+
+
+def _on_tracks(events: Iterable[Event]) -> list[Event]:
+    """Give events of one category that overlap a category each: "send", "send 2", ..."""
+    placed: list[Event] = []
+    free_from: dict[str, list[float]] = {}  # of each track of a category
+    for event in sorted(events, key=lambda event: event.start):
+        tracks = free_from.setdefault(event.category, [])
+        track = next((i for i, end in enumerate(tracks) if end <= event.start), len(tracks))
+        tracks[track : track + 1] = [event.end]
+        placed.append(event._replace(category=event.category if track == 0 else f"{event.category} {track + 1}"))
+    return placed
+
+
+class _WatchedWork(Work):
+    """Work that tells once when it is seen to be complete."""
+
+    def __init__(self, inner: Work, on_end: Callable[[float], None]) -> None:
+        self._inner = inner
+        self._on_end: Callable[[float], None] | None = on_end
+
+    def wait(self) -> Array:
+        result = self._inner.wait()
+        self._ended()
+        return result
+
+    def test(self) -> bool:
+        done = self._inner.test()
+        if done:
+            self._ended()
+        return done
+
+    def _ended(self) -> None:
+        if self._on_end is not None:
+            self._on_end(time.perf_counter())
+            self._on_end = None

@@ -1,0 +1,94 @@
+"""A measured step as a timeline, and the prediction beside it."""
+
+import textwrap
+
+import pytest
+
+from pipeline import SCHEDULES, Event, Timeline, draw, events, simulate
+from pipeline.measured import compare, predict, timeline, times
+
+ORDERS = SCHEDULES["zero_bubble_h1"].orders(2, 3)
+SIMULATED = simulate(ORDERS, num_stages=2, forward=[2, 1], backward_input=[2, 3], backward_weight=[1, 2])
+
+
+def shifted(event, by):
+    return event._replace(start=event.start + by, end=event.end + by)
+
+
+def same(a: Timeline, b: Timeline):
+    for ours, theirs in zip(a.rows, b.rows, strict=True):
+        assert [action for action, _, _ in ours] == [action for action, _, _ in theirs]
+        assert [time for _, *pair in ours for time in pair] == pytest.approx(
+            [time for _, *pair in theirs for time in pair]
+        )
+    return True
+
+
+def test_a_timeline_comes_back_from_its_events_whatever_else_happened():
+    recorded = [shifted(event, 7) for event in events(SIMULATED, seconds=1)]
+    recorded += [Event(0, "open", 0, 7, "step"), Event(1, "0SEND_F0", 9, 12, "send")]
+    assert same(timeline(recorded), SIMULATED)
+
+
+def test_weight_halves_side_by_side_share_their_time():
+    recorded = [Event(0, "0W2 0W3", 1, 4, "compute")]
+    (row,) = timeline(recorded).rows
+    assert [(str(action), start, end) for action, start, end in row] == [("0W2", 0, 1.5), ("0W3", 1.5, 3)]
+
+
+def test_a_timeline_is_of_one_step():
+    twice = [Event(0, "0F0", 0, 1, "compute"), Event(0, "0F0", 1, 2, "compute")]
+    with pytest.raises(ValueError, match="a timeline is of one step, but an action ran twice on rank 0"):
+        timeline(twice)
+
+
+@pytest.mark.parametrize("recorded", [[], [Event(1, "0F0", 0, 1, "compute")]])
+def test_every_rank_must_have_computed(recorded):
+    with pytest.raises(ValueError, match="a timeline needs an action on every rank, got none on rank 0"):
+        timeline(recorded)
+
+
+def test_times_are_medians_by_stage_and_a_full_backward_is_half_and_half():
+    assert times(SIMULATED) == {"forward": [2, 1], "backward_input": [2, 3], "backward_weight": [1, 2]}
+    other = simulate(ORDERS, num_stages=2, forward=[4, 9], backward_input=[2, 3], backward_weight=[1, 2])
+    assert times(SIMULATED, other, other)["forward"] == [4, 9]
+    whole = simulate(SCHEDULES["1f1b"].orders(2, 3), num_stages=2, backward_input=1, backward_weight=3)
+    assert times(whole) == {"forward": [1, 1], "backward_input": [2, 2], "backward_weight": [2, 2]}
+
+
+def test_a_steady_step_is_what_is_predicted():
+    assert same(predict(SIMULATED), SIMULATED)
+    delayed = predict(SIMULATED, latency=1)
+    assert delayed.makespan > SIMULATED.makespan
+
+
+def test_times_in_halves_predict_another_order():
+    orders = SCHEDULES["1f1b"].orders(2, 3)
+    expected = simulate(orders, num_stages=2, forward=[2, 1], backward_input=[2, 3], backward_weight=[1, 2])
+    assert same(predict(SIMULATED, SIMULATED, orders=orders), expected)
+
+
+def test_a_forward_only_pass_is_predicted_too():
+    forwards = simulate([[a for a in order if a.kind.name == "F"] for order in ORDERS], num_stages=2, forward=[2, 1])
+    assert same(predict(forwards), forwards)
+
+
+def test_both_are_drawn_with_their_numbers_side_by_side():
+    predicted = simulate(SCHEDULES["1f1b"].orders(2, 2), num_stages=2)
+    measured = simulate(SCHEDULES["1f1b"].orders(2, 2), num_stages=2, latency=0.5)
+    text = compare(predicted, measured)
+    assert draw(predicted) in text
+    assert draw(measured) in text
+    assert text.endswith(
+        textwrap.dedent(
+            """
+                                             predicted  measured
+            makespan, s                         9.0000   10.0000
+            span bubble, s                      3.0000    4.0000
+            span bubble rate                    0.3333    0.4000
+            bubble fraction                     0.5000    0.6667
+            efficiency                          0.6667    0.6000
+            makespan bubble of rank 0, s        3.0000    4.0000
+            makespan bubble of rank 1, s        3.0000    4.0000"""
+        )
+    )

@@ -1,0 +1,212 @@
+"""The recorder: what a rank did when, on one clock for all ranks."""
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from recording import Log, RecordingCommunicator
+from toy_pipeline import X, Y, connect, four_layers
+
+from distributed import LocalWorld, Mesh, SoloCommunicator, Work
+from distributed.comm_hooks import allreduce
+from distributed.ddp import DistributedDataParallel
+from pipeline import Event
+from pipeline.measured import timeline
+from pipeline.record import Recorder, clock_offset
+
+
+class Later(Work):
+    """Work that is complete at its third test."""
+
+    def __init__(self):
+        self.num_tests = 0
+
+    def test(self):
+        self.num_tests += 1
+        return self.num_tests >= 3
+
+    def wait(self):
+        return np.ones(1)
+
+
+def test_a_rank_is_in_one_state_at_a_time():
+    recorder = Recorder()
+    with recorder:
+        recorder.enter("compute", "0F0")
+        recorder.enter("wait", "0RECV_B0")
+        recorder.enter("compute", "0W0", "0W1")
+        recorder.leave()
+        recorder.leave()
+        recorder.enter("step", "drain")
+    assert [(note.category, note.name) for note in recorder.notes] == [
+        ("compute", "0F0"),
+        ("wait", "0RECV_B0"),
+        ("compute", "0W0 0W1"),
+        ("step", "drain"),
+    ]
+    ends = [time for note in recorder.notes for time in (note.start, note.end)]
+    assert ends == sorted(ends)
+
+
+def test_nothing_is_noted_or_watched_outside():
+    recorder = Recorder()
+    recorder.enter("compute", "0F0")
+    work = Later()
+    assert recorder.watch("send", "0SEND_F0", lambda: work) is work
+    assert recorder.hooks().between_ops is None
+    recorder.leave()
+    assert recorder.notes == []
+
+
+def test_each_recording_begins_anew():
+    recorder = Recorder()
+    for name in "ab":
+        with recorder:
+            recorder.enter("compute", name)
+    assert [note.name for note in recorder.notes] == ["b"]
+
+
+def test_work_ends_when_it_is_first_seen_to_be_complete():
+    recorder = Recorder()
+    with recorder:
+        looked, waited = (recorder.watch("send", name, Later) for name in ("looked", "waited"))
+        look = recorder.hooks().between_ops
+        waited.wait()
+        waited.wait()
+        assert [note.name for note in recorder.notes] == ["waited"]
+        look()
+        assert not looked.test()
+        time.sleep(0.001)
+        before = time.perf_counter()
+        look()
+    waited, looked = recorder.notes
+    assert looked.name == "looked"
+    assert looked.end >= before > waited.end
+
+
+def test_what_is_still_under_way_at_the_end_is_not_noted():
+    recorder = Recorder()
+    with recorder:
+        work = recorder.watch("send", "0SEND_F0", Later)
+    num_tests = work._inner.num_tests
+    with recorder:
+        recorder.hooks().between_ops()
+        assert work._inner.num_tests == num_tests, "a recording looks at what an earlier one left"
+        work.wait()
+    assert recorder.notes == []
+
+
+def test_events_of_all_ranks_are_told_to_each_on_one_clock(ranks):
+    def program(comm):
+        recorder = Recorder()
+        comm.barrier()
+        with recorder:
+            recorder.enter("compute", "outer", comm.rank)
+            comm.barrier()
+            recorder.enter("step", "inner")
+            comm.barrier()
+        return recorder.gather(comm)
+
+    first, *others = ranks.run(program)
+    assert all(events == first for events in others)
+    assert first[0].start == 0
+    assert [event.start for event in first] == sorted(event.start for event in first)
+    for rank in range(ranks.size):
+        outer, inner = (event for event in first if event.rank == rank)
+        assert (outer.name, inner.name) == (f"outer {rank}", "inner")
+        # All passed the first barrier before anybody passed the second.
+        assert all(event.start < inner.end + 1e-3 for event in first)
+
+
+def test_events_that_overlap_get_tracks_of_their_own():
+    recorder = Recorder()
+    with recorder:
+        works = [recorder.watch("send", name, Later) for name in "abc"]
+        for work in works[:2]:
+            work.wait()
+        recorder.watch("send", "d", Later).wait()
+        works[2].wait()
+    events = recorder.gather(SoloCommunicator())
+    assert [(event.name, event.category) for event in events] == [
+        ("a", "send"),
+        ("b", "send 2"),
+        ("c", "send 3"),
+        ("d", "send"),
+    ]
+
+
+@pytest.mark.ranks(2, 3)
+def test_clocks_that_differ_are_aligned(ranks):
+    def program(comm):
+        return clock_offset(comm, lambda: time.perf_counter() + 100 * comm.rank)
+
+    if isinstance(ranks, LocalWorld):  # threads have one clock, so what is measured is known
+        np.testing.assert_allclose(ranks.run(program), [-100 * rank for rank in range(ranks.size)], atol=5e-3)
+
+
+@pytest.mark.point_to_point
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_a_step_is_recorded_from_its_opening_to_its_losses(ranks, schedule):
+    def program(comm):
+        pipe = connect(comm, four_layers(), schedule=schedule)
+        pipe.step(X, Y)
+        with pipe.recorder:
+            pipe.step(X, Y)
+        return pipe.recorder.gather(comm)
+
+    events = ranks.run(program)[0]
+    orders = timeline(events).rows  # of each rank, its order
+    assert [len(row) for row in orders] == [6 if schedule == "1f1b" else 9] * ranks.size
+    for rank in range(ranks.size):
+        mine = [event for event in events if event.rank == rank]
+        steps = [event.name for event in mine if event.category == "step"]
+        assert steps == ["open", "drain", "sum tied", "losses"]
+        num_messages = 3 * ((rank > 0) + (rank < ranks.size - 1))  # in, and as many out
+        for kind in ("send", "receive"):
+            assert sum(event.category.split()[0] == kind for event in mine) == num_messages
+        assert sum(event.category == "message" for event in mine) == 2 * num_messages
+        assert sum(event.category == "wait" for event in mine) == num_messages
+        states = [event for event in mine if event.category in ("step", "message", "wait", "compute")]
+        assert all(a.end <= b.start for a, b in pairwise(states))
+
+
+def test_what_is_recorded_changes_nothing(ranks):
+    def program(comm):
+        log = Log()
+        pipe = connect(RecordingCommunicator(comm, log), four_layers(), schedule="zero_bubble_h1")
+        pipe.step(X, Y)
+        calls = []
+        for recorded in (False, True):
+            log.clear()
+            if recorded:
+                with pipe.recorder:
+                    loss = pipe.step(X, Y)
+            else:
+                loss = pipe.step(X, Y)
+            calls.append([loss, [(event.call, event.tag) for event in log if event.call != "done"]])
+        return calls
+
+    for plain, recorded in ranks.run(program):
+        assert plain == recorded
+
+
+@pytest.mark.ranks(2)
+def test_buckets_are_recorded_from_launch_to_end(ranks):
+    def program(comm):
+        mesh = Mesh(comm, dp=2, pp=1)
+        pipe = connect(mesh.pp, four_layers(), schedule="gpipe")
+        comm_hook = pipe.recorder.comm_hook(allreduce)
+        ddp = DistributedDataParallel(pipe.stages, mesh.dp, bucket_bytes=100, comm_hook=comm_hook)
+        with pipe.recorder:
+            pipe.step(X, Y, hooks=ddp.hooks(num_samples=len(X)))
+            ddp.wait()
+        return pipe.recorder.gather(comm), ddp.buckets.num_buckets
+
+    events, num_buckets = ranks.run(program)[0]
+    buckets = [event for event in events if event.category.split()[0] == "bucket"]
+    assert len(buckets) == 2 * num_buckets > 4
+    assert {event.name for event in buckets} == {"0.00 MiB"}
+    assert all(isinstance(event, Event) and event.end >= event.start for event in buckets)
+    compute_end = max(event.end for event in events if event.category == "compute")
+    assert sum(event.start < compute_end for event in buckets) > num_buckets
