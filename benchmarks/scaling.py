@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from workers import environment
 
 from distributed import DistributedDataParallel, world
 from minigrad import backward_with_hooks, cross_entropy
@@ -64,7 +65,8 @@ def compare(launcher: list[str], num_runs: int, num_steps: int) -> None:
     for _ in range(num_runs):
         for name, (prefix, batch) in jobs.items():
             job = [*prefix, sys.executable, __file__, "--batch", str(batch), "--steps", str(num_steps)]
-            result = json.loads(subprocess.run(job, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+            output = subprocess.run(job, check=True, stdout=subprocess.PIPE, text=True, env=environment()).stdout
+            result = json.loads(output.splitlines()[-1])
             speeds[name].append(result["tokens_per_second"])
             affinity = f"cores a rank may use: {result['affinity']}"
     alone = speeds["1 process"]

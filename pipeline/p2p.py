@@ -86,7 +86,8 @@ class PointToPoint:
     def receive(self, receive: Action) -> Bundle:
         """Block until a posted message is there. A bundle of gradients is empty where none comes back."""
         if receive in self._headers:
-            spec = BundleSpec.decode(self._headers.pop(receive).wait())
+            with self.comm.waiting_for(f"{receive} of a pipeline"):
+                spec = BundleSpec.decode(self._headers.pop(receive).wait())
             self._learned[receive.stage, self._inputs[receive.microbatch]] = spec
             self._post_data(receive, spec)
         elif receive not in self._posted:
@@ -94,7 +95,8 @@ class PointToPoint:
             assert spec_now is not None
             self._post_data(receive, spec_now)
         spec, works = self._posted.pop(receive)
-        return Bundle(tuple(work.wait() for work in works), spec.returns, spec.is_tuple)
+        with self.comm.waiting_for(f"{receive} of a pipeline"):
+            return Bundle(tuple(work.wait() for work in works), spec.returns, spec.is_tuple)
 
     def send(self, send: Action, bundle: Bundle) -> None:
         """Start sending; the arrays are kept until the message is gone and must not be written to."""
