@@ -13,7 +13,7 @@ import json
 
 import torch
 import torch.distributed as dist
-from ddp_torch import gather, join
+from ddp_torch import gather, join, leave
 from engine_jobs import BATCH, LEARNING_RATE, SIZES
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -78,7 +78,7 @@ def main() -> None:
     result = take_turns({"torch": step}, args.turns, barrier=dist.barrier, gather=gather, steps_a_turn=1)
     if rank == 0:
         print(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
