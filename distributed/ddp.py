@@ -11,8 +11,8 @@ import numpy as np
 from distributed.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
 from distributed.comm_hooks import CommHook, allreduce
 from distributed.communicator import Communicator
-from minigrad.backward import Hooks
 from minigrad.flat import FlatBuffer
+from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, Module
 from minigrad.tensor import Parameter
 

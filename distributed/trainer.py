@@ -13,7 +13,8 @@ from distributed.buckets import DEFAULT_BUCKET_BYTES
 from distributed.comm_hooks import CommHook, allreduce
 from distributed.communicator import Communicator, SoloCommunicator
 from distributed.ddp import DistributedDataParallel, broadcast_params
-from minigrad.backward import Hooks, backward_with_grad, reached_parameters
+from minigrad.backward import backward_with_grad, reached_parameters
+from minigrad.hooks import Hooks
 from minigrad.nn import Module
 from minigrad.optim import AdamW, LearningRate, Optimizer, clip_by_global_norm
 from minigrad.tensor import Tensor

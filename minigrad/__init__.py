@@ -7,7 +7,6 @@ In reading order: `tensor` (what is on the tape), `tape` (how ops record), `back
 from . import lr_schedule, models, nn, optim, rng
 from .backward import (
     DeferredGrads,
-    Hooks,
     backward,
     backward_input,
     backward_weight,
@@ -18,6 +17,7 @@ from .backward import (
 from .flat import FlatBuffer, FlatRange
 from .functional import value_and_grad
 from .gradcheck import check_vjp
+from .hooks import Hooks
 from .ops import *  # noqa: F403  # the op table's __all__
 from .ops import __all__ as _op_names
 from .recompute import recompute

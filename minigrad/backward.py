@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .backend import Array, xp_of
+from .hooks import Hooks
 from .tape import (
     ALREADY_WALKED,
     Node,
@@ -36,39 +37,6 @@ from .watch import progressing
 
 Output = Tensor | Sequence[Tensor]
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What somebody else wants to do while a backward runs. Hooks add: `a + b` calls a's, then b's.
-
-    Attributes:
-        on_start: called once, before the first vjp, with the parameters that this backward will reach.
-        on_grad_ready: called once for each of them, at the moment its grad is final.
-        between_ops: called after every op, for example to let messages progress.
-    """
-
-    on_start: Callable[[Sequence[Parameter]], None] | None = None
-    on_grad_ready: Callable[[Parameter], None] | None = None
-    between_ops: Callable[[], None] | None = None
-
-    def __add__(self, other: Hooks) -> Hooks:
-        return Hooks(
-            _both(self.on_start, other.on_start),
-            _both(self.on_grad_ready, other.on_grad_ready),
-            _both(self.between_ops, other.between_ops),
-        )
-
-
-def _both(first: Any, second: Any) -> Any:
-    if first is None or second is None:
-        return first or second
-
-    def both(*args: Any) -> None:
-        first(*args)
-        second(*args)
-
-    return both
 
 
 def backward(loss: Tensor) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from distributed.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array, xp_of
-from minigrad.backward import Hooks
+from minigrad.hooks import Hooks
 from minigrad.tape import no_grad
 from minigrad.tensor import Tensor
 from minigrad.watch import progressing

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from minigrad.backward import Hooks
+from minigrad.hooks import Hooks
 from minigrad.tensor import Parameter
 from pipeline.action import Action, Kind
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distributed.communicator import Array, Communicator, Work
-from minigrad.backward import Hooks
+from minigrad.hooks import Hooks
 from pipeline.trace import Event
 
 NUM_EXCHANGES = 16  # of clocks, with each rank; the quickest counts

@@ -13,12 +13,12 @@ from distributed.communicator import Communicator
 from minigrad.backend import Array, xp_of
 from minigrad.backward import (
     DeferredGrads,
-    Hooks,
     backward_input,
     backward_weight,
     backward_with_grad,
     reached_parameters,
 )
+from minigrad.hooks import Hooks
 from minigrad.nn import ParamGetter, Sequential
 from minigrad.tensor import Parameter, Tensor
 from pipeline.partition import StageSpec, cut

@@ -19,7 +19,8 @@ from distributed.local import LocalWorld
 from distributed.mesh import Mesh
 from minigrad import rng
 from minigrad.backend import Array
-from minigrad.backward import Hooks, backward, backward_with_grad
+from minigrad.backward import backward, backward_with_grad
+from minigrad.hooks import Hooks
 from minigrad.nn import ParamGetter, Sequential
 from minigrad.optim import SGD, Optimizer, Rule, grad_square_sum, scale_to_norm
 from minigrad.tensor import Parameter, Tensor

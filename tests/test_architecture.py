@@ -14,7 +14,7 @@ PACKAGES = ("minigrad", "distributed", "pipeline")
 
 ARRAYS = {"numpy", "minigrad.backend"}
 TENSORS = ARRAYS | {"minigrad.tensor"}
-TAPE = TENSORS | {"minigrad.tape", "minigrad.backward"}
+TAPE = TENSORS | {"minigrad.tape", "minigrad.hooks", "minigrad.backward"}
 LAYERS = TAPE | {"minigrad.rng", "minigrad.recompute", "minigrad.ops", "minigrad.nn"}
 MESSAGES = ARRAYS | {f"distributed.{name}" for name in ("work", "reduction", "messages", "carrying")}
 COMMUNICATION = MESSAGES | {"distributed.communicator"}
@@ -40,7 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "minigrad.tensor": ARRAYS,
     "minigrad.tape": TENSORS,
     "minigrad.watch": TENSORS | {"minigrad.tape"},
-    "minigrad.backward": TENSORS | {"minigrad.tape", "minigrad.watch"},
+    "minigrad.hooks": {"minigrad.tensor"},
+    "minigrad.backward": TENSORS | {"minigrad.tape", "minigrad.watch", "minigrad.hooks"},
     "minigrad.rng": ARRAYS,
     "minigrad.recompute": TAPE | {"minigrad.rng"},
     "minigrad.gradcheck": TAPE,

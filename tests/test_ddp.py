@@ -384,7 +384,7 @@ def test_an_exception_in_a_hook_of_one_rank_ends_all():
 
     with pytest.raises(ValueError, match="boom") as caught:
         LocalWorld(3).run(program)
-    assert caught.value.__notes__ == ["[rank 1]"]
+    assert caught.value.__notes__ == ["in on_grad_ready of 'w'", "[rank 1]"]
 
 
 # What a loss reaches

@@ -1,0 +1,42 @@
+"""Hooks: what somebody else wants to do while a backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .tensor import Parameter
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What somebody else wants to do while a backward runs. Hooks add: `a + b` calls a's, then b's.
+
+    Attributes:
+        on_start: called once, before the first vjp, with the parameters that this backward will reach.
+        on_grad_ready: called once for each of them, at the moment its grad is final.
+        between_ops: called after every op, for example to let messages progress.
+    """
+
+    on_start: Callable[[Sequence[Parameter]], None] | None = None
+    on_grad_ready: Callable[[Parameter], None] | None = None
+    between_ops: Callable[[], None] | None = None
+
+    def __add__(self, other: Hooks) -> Hooks:
+        return Hooks(
+            _both(self.on_start, other.on_start),
+            _both(self.on_grad_ready, other.on_grad_ready),
+            _both(self.between_ops, other.between_ops),
+        )
+
+
+def _both(first: Any, second: Any) -> Any:
+    if first is None or second is None:
+        return first or second
+
+    def both(*args: Any) -> None:
+        first(*args)
+        second(*args)
+
+    return both
