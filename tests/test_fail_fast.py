@@ -110,9 +110,11 @@ def test_exception_before_the_world_exists_ends_the_job(job):
     if "Open MPI" not in version:
         pytest.skip("only Open MPI's mpirun ends a job for a rank that never reached MPI")
     source = """
+        import time
         from distributed import launcher_rank, world
 
         if launcher_rank() == 1:
+            time.sleep(2)  # a rank that ends while another one connects to mpirun can hang Open MPI 5's own clean-up
             raise FileNotFoundError("no such corpus")  # loading data, say
         world().barrier()
     """
