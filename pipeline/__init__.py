@@ -5,6 +5,7 @@ from pipeline.check import validate
 from pipeline.deadlock import Collective, prove
 from pipeline.draw import draw, draw_order
 from pipeline.executor import PipelineExecutor, PipelineOutput
+from pipeline.layer_times import layer_seconds
 from pipeline.lower import lower
 from pipeline.orders import forward_only, gpipe, one_f_one_b
 from pipeline.partition import StageSpec, cut, cut_by_sizes, cut_by_weights, partition_by_count
@@ -49,6 +50,7 @@ __all__ = [
     "from_text",
     "gpipe",
     "interleaved_1f1b",
+    "layer_seconds",
     "load",
     "looped_bfs",
     "lower",

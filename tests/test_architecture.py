@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.p2p": STAGES | {"pipeline.record"},
     "pipeline.opening": STAGES,
     "pipeline.stage": STAGES | {"minigrad.nn"},  # a stage is a Sequential of the layers that it built
+    "pipeline.layer_times": STAGES | {"minigrad.nn", "pipeline.stage"},
     "pipeline.executor": STAGES
     | {"minigrad.watch"}
     | {f"pipeline.{name}" for name in ("stage", "p2p", "opening", "passes", "readiness", "record")},

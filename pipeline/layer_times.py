@@ -1,0 +1,68 @@
+"""How long each layer of a model takes, for a cut into stages by measured time.
+
+seconds = layer_seconds(gpt.layers(config), x, comm)
+specs = cut_by_weights([name for name, _ in layers], seconds, num_stages)
+stages = PipelineStage.of(layers, comm, schedule, specs=specs)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distributed.communicator import Communicator
+from minigrad import rng
+from minigrad.backend import Array, synchronize, xp_of
+from minigrad.backward import backward_with_grad
+from minigrad.nn import ParamGetter
+from minigrad.tensor import Tensor
+from pipeline.stage import LayerFactory
+
+
+def layer_seconds(
+    layers: Sequence[tuple[str, LayerFactory]],
+    x: Array,
+    comm: Communicator,
+    *,
+    num_runs: int = 3,
+    dtype: Any = np.float32,
+    device: str = "cpu",
+) -> list[float]:
+    """Time forward and backward of each layer on one micro-batch.
+
+    Collective: rank 0 measures, with the whole model in its memory, and all ranks get its numbers, since ranks that cut
+    by their own would cut differently.
+
+    Args:
+        x: a micro-batch, on every rank or on rank 0 alone.
+        num_runs: of each layer; the quickest counts.
+        dtype, device: of the parameters; see `ParamGetter`.
+    Returns:
+        Seconds, one for each layer.
+    """
+    seconds = np.zeros(len(layers))
+    if comm.rank == 0:
+        param = ParamGetter(0, dtype, device)
+        for i, (_, factory) in enumerate(layers):
+            layer = factory(param)
+            runs = [_run(layer, x) for _ in range(num_runs)]
+            seconds[i] = min(duration for duration, _ in runs)
+            x = runs[-1][1]
+    comm.broadcast(seconds).wait()
+    return [float(s) for s in seconds]
+
+
+def _run(layer: Any, x: Array) -> tuple[float, Array]:
+    """Return how long a layer takes, and its output."""
+    leaf = Tensor(x, requires_grad=True) if x.dtype.kind == "f" else x
+    start = time.perf_counter()
+    with rng.scope(seed=0, step=0):
+        y = layer(leaf)
+    output = y.data if isinstance(y, Tensor) else y
+    if isinstance(y, Tensor) and y.requires_grad:
+        backward_with_grad(y, xp_of(output).ones_like(output))
+    synchronize(output)
+    return time.perf_counter() - start, output

@@ -1,0 +1,46 @@
+"""Times of layers, for a cut by measured time."""
+
+import time
+
+import numpy as np
+import pytest
+from toy_pipeline import apply, dense
+
+import minigrad as mg
+from minigrad.models import gpt
+from pipeline import cut_by_weights
+from pipeline.layer_times import layer_seconds
+
+
+@mg.op
+def sleepy(x):
+    """Take 10 ms forward and 20 ms backward."""
+
+    def vjp(g):
+        time.sleep(0.02)
+        return g
+
+    time.sleep(0.01)
+    return x * 1, (vjp,)
+
+
+def test_forward_and_backward_count_and_all_ranks_hear_the_same(ranks):
+    layers = [dense("a", 4, 4), apply("slow", sleepy), dense("b", 4, 4), dense("c", 4, 4)]
+
+    def program(comm):
+        return layer_seconds(layers, np.ones((3, 4)) if comm.rank == 0 else None, comm, dtype=np.float64)
+
+    first, *others = ranks.run(program)
+    assert all(other == first for other in others)
+    assert all(seconds > 0 for seconds in first)
+    assert first[1] >= 0.03  # what it sleeps, forward and backward
+    assert cut_by_weights(["a", "slow", "b", "c"], first, 2)[1].layer_stop == 4
+
+
+@pytest.mark.ranks(1)
+def test_a_gpt_with_dropout_and_integer_input(ranks):
+    config = gpt.GPTConfig(vocab_size=17, context=6, num_layers=2, num_heads=2, width=8, dropout=0.1)
+    ids = np.arange(12).reshape(2, 6)
+    (seconds,) = ranks.run(lambda comm: layer_seconds(gpt.layers(config), ids, comm))
+    assert len(seconds) == 4
+    assert all(s > 0 for s in seconds)
