@@ -13,11 +13,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from distributed import Communicator, ReduceOp, describe, world
 
+RESULTS = Path(__file__).parent / "results" / "allreduce.txt"
 TARGETS = {16: 1.5, 64: 2.0}  # in place against MPI
 
 
@@ -64,18 +66,18 @@ def main() -> None:
     args = parser.parse_args()
     comm = world()
     start_line = f"{describe(comm)}, cores a rank may use: {comm.gather_objects(sorted(os.sched_getaffinity(0)))}"
-    if comm.rank == 0:
-        print(
-            start_line, f"{'MiB':>4}{'MPI ms':>10}{'in place':>10}{'copied':>10}{'ratios':>14}{'target':>8}", sep="\n"
-        )
+    lines = [start_line, f"{'MiB':>4}{'MPI ms':>10}{'in place':>10}{'copied':>10}{'ratios':>14}{'target':>8}"]
     for mebibytes in args.mebibytes:
         times = measure(comm, mebibytes << 18, args.rounds)
         ratios = [times["MPI"] / times[name] for name in ("in place", "copied")]
         target = TARGETS.get(mebibytes, 0.0)
         verdict = f"{target:>7.1f}x {'met' if ratios[0] >= target else 'missed'}" if target else ""
-        if comm.rank == 0:
-            columns = "".join(f"{times[name]:>10.2f}" for name in ("MPI", "in place", "copied"))
-            print(f"{mebibytes:>4}{columns}{ratios[0]:>7.1f}x{ratios[1]:>5.1f}x{verdict}")
+        columns = "".join(f"{times[name]:>10.2f}" for name in ("MPI", "in place", "copied"))
+        lines.append(f"{mebibytes:>4}{columns}{ratios[0]:>7.1f}x{ratios[1]:>5.1f}x{verdict}")
+    if comm.rank == 0:
+        print("\n".join(lines))
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

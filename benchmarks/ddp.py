@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ from workers import DROPPED, environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ddp.txt"
+Report = Callable[[Sequence[str], int], Iterator[str]]  # (launcher, rounds) -> lines
 TWO_HOSTS = str(HERE / "two_hosts")
 NUM_RANKS = 2
 MLP_BATCH = 128  # over both ranks
@@ -213,10 +214,11 @@ def report(launcher: Sequence[str], num_rounds: int) -> Iterator[str]:
         yield f"two hosts: not measured: {trial.stderr.strip() or 'needs Open MPI'}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(description: str | None, report: Report, results: Path, *, rounds: int) -> None:
+    """Read the command line, print a report line by line, and keep it in a file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launcher", default="mpirun", help="the command that starts ranks, with its flags but -n")
-    parser.add_argument("--rounds", type=int, default=4, help="of new processes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="of new processes (default: %(default)s)")
     args = parser.parse_args()
     start = time.perf_counter()
     lines = []
@@ -225,9 +227,9 @@ def main() -> None:
         lines.append(line)
     lines.append(f"took {(time.perf_counter() - start) / 60:.0f} minutes")
     print(lines[-1])
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
+    results.parent.mkdir(exist_ok=True)
+    results.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, RESULTS, rounds=4)

@@ -11,15 +11,13 @@ nothing, on average over ranks. The simulator predicts it from the times of the 
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
-import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ddp import NUM_RANKS, Line, Result, free_port, run_job, seconds
+from ddp import NUM_RANKS, Line, Result, free_port, run, run_job, seconds
 from engine_jobs import BATCH, SIZES
 from workers import DROPPED
 
@@ -103,21 +101,5 @@ def report(launcher: Sequence[str], num_rounds: int) -> Iterator[str]:
     yield from memory(ours[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launcher", default="mpirun", help="the command that starts ranks, with its flags but -n")
-    parser.add_argument("--rounds", type=int, default=6, help="of new processes (default: %(default)s)")
-    args = parser.parse_args()
-    start = time.perf_counter()
-    lines = []
-    for line in report(args.launcher.split(), args.rounds):
-        print(line, flush=True)
-        lines.append(line)
-    lines.append(f"took {(time.perf_counter() - start) / 60:.0f} minutes")
-    print(lines[-1])
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, RESULTS, rounds=6)

@@ -247,11 +247,6 @@ def current_watch() -> Watch | None:
     return _mode.get().watch
 
 
-def is_recording() -> bool:
-    """Return whether ops that run here and now record."""
-    return _mode.get().recording
-
-
 def next_node_number() -> int:
     """Return a number between those of the nodes so far and those to come."""
     return next(_node_numbers)
