@@ -65,6 +65,15 @@ class Communicator(ABC):
     def max_tag(self) -> int:
         """The largest tag that a point-to-point message may have."""
 
+    @property
+    @abstractmethod
+    def waited_seconds(self) -> float:
+        """How long this rank has been blocked so far, in waits of this communicator and of all that share its origin.
+
+        The family is one: a split, a split of a split and the communicator that they come from give the same number.
+        The difference over a step is the communication that nothing hid.
+        """
+
     # Collectives: every rank calls them, in the same order.
 
     def broadcast(self, array: Array, *, root: int = 0) -> Work:
@@ -364,6 +373,10 @@ class SoloCommunicator(Communicator):
     @property
     def max_tag(self) -> int:
         return PORTABLE_MAX_TAG
+
+    @property
+    def waited_seconds(self) -> float:
+        return 0.0  # there is nobody to wait for
 
     def gather_objects(self, obj: object) -> list[Any]:
         return [obj]

@@ -21,6 +21,7 @@ import numpy as np
 from distributed.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
 from distributed.messages import as_bytes, describe_array, unpack
 from distributed.reduction import ReduceOp, reduce_in_rank_order
+from distributed.wait_clock import WaitClock
 from distributed.work import Array, Work
 
 _GRACE_SECONDS = 1.0  # for the other ranks to end after a failure, before run raises it
@@ -99,6 +100,7 @@ class _Job:
         self.size = size
         self.rendezvous = rendezvous
         self.timeout_seconds = timeout_seconds
+        self.wait_clocks = [WaitClock() for _ in range(size)]  # by world rank
         self.changed = threading.Condition()  # guards this job and all its spaces
         self._failure: BaseException | None = None
         self._waits: dict[int, tuple[int, Callable[[], str]]] = {}  # thread -> its rank and what it waits for
@@ -132,7 +134,7 @@ class _Job:
 
     def wait_until(self, done: Callable[[], bool], rank: int, what: Callable[[], str]) -> None:
         thread = threading.get_ident()
-        with self.changed:
+        with self.wait_clocks[rank], self.changed:
             self._waits[thread] = (rank, what)
             try:
                 if not self.changed.wait_for(done, self.timeout_seconds):
@@ -233,6 +235,10 @@ class LocalCommunicator(Communicator):
     @property
     def max_tag(self) -> int:
         return PORTABLE_MAX_TAG
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._job.wait_clocks[self._space.members[self.rank]].seconds
 
     def gather_objects(self, obj: object) -> list[Any]:
         # Pickled as MPI does it, so that no object is shared by accident and what cannot be pickled fails here too.

@@ -117,6 +117,10 @@ class MPICommunicator(Communicator):
     def max_tag(self) -> int:
         return self._max_tag
 
+    @property
+    def waited_seconds(self) -> float:
+        return self._engine.wait_clock.seconds
+
     def gather_objects(self, obj: object) -> list[Any]:
         pickled = np.frombuffer(pickle.dumps(obj), np.uint8)
         with self.waiting_for("gather_objects"):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TypeAlias
 
+from distributed.wait_clock import WaitClock
 from distributed.work import Array, Work
 
 Steps: TypeAlias = Generator[None, None, Array]
@@ -28,6 +29,8 @@ class Engine:
         rank: in the world, for an error message.
         timeout_seconds: the longest single wait.
         thread: whether a thread of the engine's own polls too, while anything is unfinished.
+    Attributes:
+        wait_clock: time spent in wait_for; what the engine's own thread does is no wait.
     Raises:
         ValueError: timeout_seconds is not positive.
     """
@@ -37,6 +40,7 @@ class Engine:
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
         self._rank = rank
         self.timeout_seconds = timeout_seconds
+        self.wait_clock = WaitClock()
         self._lock = threading.RLock()  # one thread moves an operation; one operation may start another
         self._unfinished: dict[Operation, None] = {}  # in order of launch
         self._last_progress = 0.0
@@ -74,17 +78,18 @@ class Engine:
             TimeoutError: it took too long.
         """
         start = time.perf_counter()
-        while not self.move(operation):
-            waited = time.perf_counter() - start
-            if waited < _SPIN_SECONDS:
-                continue
-            self.progress()
-            if waited > self.timeout_seconds:
-                raise TimeoutError(
-                    f"no rank may wait longer than {self.timeout_seconds:g} s, but rank {self._rank} waits for "
-                    f"{operation.describe()}"
-                )
-            os.sched_yield()  # a rank without a core of its own would take its neighbour's
+        with self.wait_clock:
+            while not self.move(operation):
+                waited = time.perf_counter() - start
+                if waited < _SPIN_SECONDS:
+                    continue
+                self.progress()
+                if waited > self.timeout_seconds:
+                    raise TimeoutError(
+                        f"no rank may wait longer than {self.timeout_seconds:g} s, but rank {self._rank} waits for "
+                        f"{operation.describe()}"
+                    )
+                os.sched_yield()  # a rank without a core of its own would take its neighbour's
 
     def stop(self) -> None:
         """End the engine's thread, if it has one; nothing moves by itself afterwards."""

@@ -7,15 +7,13 @@ takes a second.
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 
 from distributed.communicator import Communicator, SoloCommunicator
+from distributed.start_line import describe_places, this_place
 
 # How launchers tell a process its rank: Open MPI; srun --mpi=pmix; MPICH, Intel MPI and srun --mpi=pmi2.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-
-
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
@@ -71,13 +69,12 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return next((int(environ[variable]) for variable in _LOCAL_RANK_VARIABLES if variable in environ), 0)
 
 
-def describe(comm: Communicator) -> str:
-    """Describe a communicator for a start line: `2 ranks on 1 host, Open MPI v5.0.11`, `1 rank, no MPI`. Collective."""
-    num_hosts = len(set(comm.gather_objects(platform.node())))
-    ranks = _count(comm.size, "rank")
-    where = f" on {_count(num_hosts, 'host')}" if comm.size > 1 else ""
-    return f"{ranks}{where}, {comm.library}"
+def describe(comm: Communicator, device: str = "cpu") -> str:
+    """Describe the ranks for a start line: `2 ranks on 1 host, Open MPI v5.0.11, 1 thread and 8 cores a rank, cpu`.
 
+    Collective. It warns at the end where ranks are in each other's way; see `describe_places`.
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    Args:
+        device: where this rank's arrays are: "cpu", or "cuda" for the current GPU, whose name the line gives.
+    """
+    return describe_places(comm.gather_objects(this_place(device)), comm.library)

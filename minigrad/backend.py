@@ -63,6 +63,13 @@ def use_gpu(index: int) -> None:
     cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
 
 
+def gpu_name() -> str:
+    """Return what the current GPU calls itself: `NVIDIA H100 80GB HBM3`."""
+    import cupy
+
+    return str(cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode())
+
+
 def synchronize(array: Array) -> None:
     """Wait until the kernels that write `array` are done; nothing to do on the CPU."""
     xp = xp_of(array)

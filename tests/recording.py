@@ -90,6 +90,10 @@ class RecordingCommunicator(Communicator):
     def max_tag(self) -> int:
         return self._max_tag
 
+    @property
+    def waited_seconds(self) -> float:
+        return self._inner.waited_seconds
+
     def gather_objects(self, obj: object) -> list[Any]:
         self._log.note("gather_objects")
         return self._inner.gather_objects(obj)

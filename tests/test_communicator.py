@@ -537,6 +537,26 @@ def test_split_groups_by_color_and_orders_by_key_then_rank(ranks):
     ranks.run(program)
 
 
+# Time
+
+
+def test_time_in_waits_adds_up_over_a_communicator_and_its_splits(ranks):
+    def program(comm):
+        parts = [comm.split(0, key=-comm.rank), comm.duplicate().split(0)]
+        for part in parts:
+            before, start = comm.waited_seconds, time.perf_counter()
+            comm.barrier()
+            if comm.rank == 0:
+                time.sleep(0.05)
+            part.barrier()
+            waited, elapsed = comm.waited_seconds - before, time.perf_counter() - start
+            assert 0 <= waited <= elapsed
+            assert comm.rank == 0 or waited >= 0.04  # in one barrier or in the other, by who comes when
+            assert [each.waited_seconds for each in parts] == [comm.waited_seconds] * 2
+
+    ranks.run(program)
+
+
 # What the door refuses, before anything is sent
 
 
@@ -652,6 +672,16 @@ def test_solo_wait_for_a_message_that_was_not_sent_raises():
     receive = SoloCommunicator().irecv(np.zeros(1), source=0, tag=5)
     with pytest.raises(RuntimeError, match="a single rank waits for a message to itself, tag 5, before it sends it"):
         receive.wait()
+
+
+def test_solo_never_waits():
+    comm = SoloCommunicator()
+    part = comm.split(0)
+    comm.allreduce(np.ones(1)).wait()
+    comm.barrier()
+    part.send(np.ones(1), dest=0, tag=0)
+    part.recv(np.empty(1), source=0, tag=0)
+    assert comm.waited_seconds == part.waited_seconds == 0
 
 
 @pytest.mark.parametrize("abort", [lambda: SoloCommunicator().abort("no data"), lambda: LocalWorld(1).run(_abort)])

@@ -122,6 +122,31 @@ def test_a_wait_too_long_says_for_what():
         work.wait()
 
 
+def test_waits_are_counted_until_an_exception_ends_them():
+    engine = make_engine(timeout_seconds=0.02)
+
+    def never():
+        while True:
+            yield
+
+    work = engine.start(never(), lambda: "never")
+    for num_waits in (1, 2):
+        with pytest.raises(TimeoutError):
+            work.wait()
+        assert engine.wait_clock.seconds >= num_waits * 0.02
+
+
+def test_only_waits_that_block_are_counted():
+    engine, log = make_engine(), []
+    done = engine.start(steps(log, "done", 0), lambda: "done")
+    polled = engine.start(steps(log, "polled", 3), lambda: "polled")
+    while not polled.test():
+        engine.progress()
+    done.wait()
+    polled.wait()
+    assert engine.wait_clock.seconds == 0
+
+
 def test_the_longest_wait_is_positive():
     with pytest.raises(ValueError, match="timeout_seconds must be positive, got 0"):
         make_engine(timeout_seconds=0)
