@@ -1,0 +1,220 @@
+"""Which samples each replica trains on, and windows of tokens as samples. `token_files.py` reads the tokens.
+
+Sampling is a cursor in an endless stream of sample numbers: all samples in the order of epoch 0, all again in the order
+of epoch 1, and so on. A batch is what comes next in it, a replica's share a slice of the batch:
+
+    stream      3 0 4 1 2 : 4 1 0 3 2 : 1 ...        num_samples=5, a colon where an epoch ends
+    batches    [3 0 4|1 2 : 4]  ...                  batch_size=6, size=2: rank 0 draws 3 0 4, rank 1 draws 1 2 4
+
+The stream is a function of the seed alone, so the position in it is all there is to save, and a run goes on from it
+with any number of replicas and any batch size. Nothing here communicates: a replica is a rank and a size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distributed.token_files import Tokens, check_row
+
+Int64s = NDArray[np.int64]
+
+_ORDER, _OFFSET = 0, 1  # what random words are for
+
+
+class Sampler:
+    """Draws this replica's share of each batch: consecutive rows, as equal in number as can be.
+
+    Each sample is drawn once an epoch; a batch that reaches the end of one goes on in the next. Eight bytes of memory
+    a sample hold the order of the current epoch.
+
+    Args:
+        num_samples: samples in the data set.
+        batch_size: samples in a batch, over all replicas.
+        seed: of the order, from 0 to 2**64 - 1.
+        rank, size: place of this replica among all of them, and their number.
+        shuffle: False goes through the samples as they lie, in every epoch.
+    Attributes:
+        position: samples drawn so far by all replicas together: the whole state.
+    Raises:
+        ValueError: there is no sample, or not one for each replica's share; rank or seed is out of range.
+    """
+
+    def __init__(
+        self, num_samples: int, *, batch_size: int, seed: int, rank: int = 0, size: int = 1, shuffle: bool = True
+    ) -> None:
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        _check_place(rank, size)
+        if batch_size < size:
+            raise ValueError(f"batch_size must give each replica a sample, got {batch_size} for {size} replicas")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+        self.num_samples = num_samples
+        self.position = 0
+        self._batch_size = batch_size
+        self._seed = seed
+        self._share = (rank * batch_size // size, (rank + 1) * batch_size // size)
+        self._shuffle = shuffle
+        self._order = (-1, np.empty(0, np.int64))  # an epoch and its samples in order
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch's first sample, counted from 0."""
+        return self.position // self.num_samples
+
+    def next(self) -> Int64s:
+        """Draw this replica's share of the next batch: (share,) sample numbers, from 0 to num_samples - 1."""
+        return np.concatenate([samples for _, samples in self.next_by_epoch()])
+
+    def next_by_epoch(self) -> list[tuple[int, Int64s]]:
+        """Draw as `next` does, for data that changes between epochs: pairs of an epoch and its samples, in order."""
+        start, stop = (self.position + row for row in self._share)
+        self.position += self._batch_size
+        parts = []
+        while start < stop:
+            epoch, first = divmod(start, self.num_samples)
+            parts.append((epoch, self._order_of(epoch)[first : first + stop - start]))
+            start += len(parts[-1][1])
+        return parts
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a run needs to go on from here."""
+        return {"position": self.position, "num_samples": self.num_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another sampler of the same data stopped, whatever its batch size, rank and size.
+
+        Raises:
+            ValueError: the state is not from `state_dict`, or of other data.
+        """
+        try:
+            position, num_samples = operator.index(state["position"]), operator.index(state["num_samples"])
+        except (KeyError, TypeError):
+            position = -1
+        if position < 0 or len(state) != 2:
+            raise ValueError(f"a sampler's state must be its position and num_samples, got {dict(state)}")
+        if num_samples != self.num_samples:
+            raise ValueError(
+                f"the data must be the same as before, but num_samples was {num_samples}, and is {self.num_samples}"
+            )
+        self.position = position
+
+    def _order_of(self, epoch: int) -> Int64s:
+        if self._order[0] != epoch:
+            if self._shuffle:
+                # NumPy keeps Philox's words for ever, but not what its generators make of them.
+                order = np.argsort(_philox(self._seed, epoch, _ORDER).random_raw(self.num_samples), kind="stable")
+            else:
+                order = np.arange(self.num_samples)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+class TokenBatches:
+    """Batches of windows over a long row of tokens, each with the tokens that follow.
+
+    An epoch visits each of its windows once, and they do not overlap. Where the first one starts is random, another
+    place in each epoch, so that all tokens come to be seen and not always behind the same others:
+
+        tokens     |..........................|        context=8
+        epoch 0    |....[------)[------)......|        num_windows=2, in any epoch
+        epoch 1    |.........[------)[------).|
+
+    Memory-mapped tokens are read window by window, as they are drawn.
+
+    Args:
+        tokens: (n,) integers, more than context.
+        batch_size: windows in a batch, over all replicas.
+        context: tokens in a window.
+        seed, rank, size: as for Sampler.
+    Attributes:
+        sampler: draws the windows; its position is the whole state.
+    Raises:
+        ValueError: tokens are not as above, or what Sampler refuses.
+    """
+
+    def __init__(
+        self, tokens: Tokens, *, batch_size: int, context: int, seed: int, rank: int = 0, size: int = 1
+    ) -> None:
+        _check(tokens, context)
+        # One window less than would fit, where there are two: room for the start to move.
+        num_windows = max(1, len(tokens) // context - 1)
+        self.sampler = Sampler(num_windows, batch_size=batch_size, seed=seed, rank=rank, size=size)
+        self._tokens = tokens
+        self._context = context
+        self._seed = seed
+        self._num_offsets = len(tokens) - num_windows * context
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in each epoch."""
+        return self.sampler.num_samples
+
+    def next(self) -> tuple[Int64s, Int64s]:
+        """Read this replica's share of the next batch.
+
+        Returns:
+            x, y: (share, context) each; y[i, t] is the token that follows x[i, t].
+        """
+        parts = self.sampler.next_by_epoch()
+        starts = [self._offset(epoch) + windows * self._context for epoch, windows in parts]
+        return _windows(self._tokens, np.concatenate(starts), self._context)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a run needs to go on from here: the sampler's state."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where other batches of the same tokens, context and seed stopped."""
+        self.sampler.load_state_dict(state)
+
+    def _offset(self, epoch: int) -> int:
+        return int(_philox(self._seed, epoch, _OFFSET).random_raw()) % self._num_offsets
+
+
+def validation_batches(
+    tokens: Tokens, *, batch_size: int, context: int, rank: int = 0, size: int = 1
+) -> Iterator[tuple[Int64s, Int64s]]:
+    """Yield all windows that do not overlap, in order, in batches of nearly equal size, at least `batch_size`.
+
+    Replicas take the batches in turn; the last ones may get one less, or none.
+
+    Args:
+        tokens: (n,) integers, more than context.
+        batch_size: windows in a batch; where all are fewer, they are one batch.
+    Yields:
+        x, y: (windows, context) each, y one token later.
+    """
+    _check(tokens, context)
+    _check_place(rank, size)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    starts = np.arange(0, len(tokens) - context, context)
+    batches = np.array_split(starts, max(1, len(starts) // batch_size))
+    return (_windows(tokens, batch, context) for batch in batches[rank::size])
+
+
+def _check_place(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be from 0 to size - 1, got rank={rank} and size={size}")
+
+
+def _check(tokens: Tokens, context: int) -> None:
+    check_row(tokens)
+    if not 1 <= context < len(tokens):
+        raise ValueError(f"context must be at least 1 and below the number of tokens, got {context} and {len(tokens)}")
+
+
+def _windows(tokens: Tokens, starts: Int64s, context: int) -> tuple[Int64s, Int64s]:
+    windows = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _philox(seed: int, epoch: int, purpose: int) -> np.random.Philox:
+    """Return random words keyed by what they are for, far apart in Philox's 256-bit counter."""
+    return np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=np.array([0, 0, 0, purpose], np.uint64))

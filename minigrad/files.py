@@ -1,0 +1,40 @@
+"""Files that are written whole or not at all, whatever is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; on leaving, what is there becomes `path`, and is on the disk.
+
+        with whole(folder / "weights.bin") as unfinished:
+            unfinished.write_bytes(data)
+
+    After an exception, or a kill, `path` is what it was before.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    folder = os.open(path.parent, os.O_RDONLY)  # held, since whoever sees `path` appear may rename its folder
+    try:
+        yield unfinished
+        flush(unfinished)
+        os.replace(unfinished, path)
+        os.fsync(folder)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(folder)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
