@@ -9,7 +9,6 @@ Three ways, in turn within each round, float32; a time is the median over rounds
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -65,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25, help="default: %(default)s")
     args = parser.parse_args()
     comm = world()
-    start_line = f"{describe(comm)}, cores a rank may use: {comm.gather_objects(sorted(os.sched_getaffinity(0)))}"
+    start_line = describe(comm)
     lines = [start_line, f"{'MiB':>4}{'MPI ms':>10}{'in place':>10}{'copied':>10}{'ratios':>14}{'target':>8}"]
     for mebibytes in args.mebibytes:
         times = measure(comm, mebibytes << 18, args.rounds)

@@ -26,6 +26,7 @@ MARGIN, LABEL_WIDTH = 16.0, 52.0
 ROW_HEIGHT, ROW_GAP = 26.0, 6.0
 HEAD_HEIGHT, LEGEND_HEIGHT = 50.0, 30.0
 SHORTEST = 22.0  # width of the shortest action
+DIGIT_WIDTH = 7.0  # with the room that it needs
 """Lengths in points."""
 
 
@@ -60,15 +61,20 @@ class Picture(NamedTuple):
     words: list[Words]
 
 
-def picture(timeline: Timeline, title: str) -> Picture:
+def picture(timeline: Timeline, title: str, *, scale: float | None = None) -> Picture:
     """Lay a timeline out: a row a rank, a box an action with its micro-batch, grey where a rank is idle.
 
     Colours are kinds, shades are the chunks of a rank. The line under the title says what the schedule costs.
+
+    Args:
+        scale: points per unit of time. By default the shortest action is as wide as its number; a measured one may be
+            so short that the picture would never end. Numbers that find no room are left out.
     """
     boxes: list[Box] = []
     words: list[Words] = []
     left = MARGIN + LABEL_WIDTH
-    scale = SHORTEST / min(end - start for row in timeline.rows for _, start, end in row)
+    if scale is None:
+        scale = SHORTEST / min(end - start for row in timeline.rows for _, start, end in row)
     right = left + scale * timeline.makespan
     words += [
         Words(MARGIN, MARGIN + 7, title, 15, INK, bold=True),
@@ -82,8 +88,12 @@ def picture(timeline: Timeline, title: str) -> Picture:
         chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({timed.action.stage for timed in row}))}
         for action, start, end in row:
             x, width = left + scale * start, scale * (end - start)
-            boxes.append(Box(x + 0.5, top, width - 1, ROW_HEIGHT, _colour(action.kind, chunk_of[action.stage])))
-            words.append(Words(x + width / 2, middle, str(action.microbatch), 10.5, INK, "middle"))
+            gap = min(1.0, width / 4)
+            colour = _colour(action.kind, chunk_of[action.stage])
+            boxes.append(Box(x + gap / 2, top, width - gap, ROW_HEIGHT, colour))
+            number = str(action.microbatch)
+            if width > DIGIT_WIDTH * len(number):
+                words.append(Words(x + width / 2, middle, number, 10.5, INK, "middle"))
     bottom = MARGIN + HEAD_HEIGHT + len(timeline.rows) * (ROW_HEIGHT + ROW_GAP)
     legend_right = _add_legend(timeline, left, bottom + LEGEND_HEIGHT / 2, boxes, words)
     return Picture(max(right, legend_right, 560) + MARGIN, bottom + LEGEND_HEIGHT + MARGIN / 2, boxes, words)

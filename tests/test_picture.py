@@ -123,3 +123,15 @@ def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
     message = r"a PNG needs matplotlib: pip install 'minigrad-distributed\[draw\]'; an SVG needs nothing"
     with pytest.raises(RuntimeError, match=message):
         write_png(picture_of(), tmp_path / "mine.png")
+
+
+def test_a_scale_sets_the_width_and_numbers_without_room_are_left_out():
+    schedule = SCHEDULES["1f1b"]
+    timeline = simulate(schedule.orders(2, 4), num_stages=2, forward=[1, 30], backward_input=20)
+    drawn = picture(timeline, "measured", scale=2.0)
+    whole = next(box for box in drawn.boxes if box.fill == IDLE)
+    assert whole.width == 2.0 * timeline.makespan
+    shown = actions(drawn)
+    assert [text for box, text in shown if box.y == whole.y] == list("0123")  # backwards only
+    narrow = [box for box in drawn.boxes if box.y == whole.y and box.width < 3 and box.height == whole.height]
+    assert [box.width for box in narrow] == [1.5] * 4
