@@ -27,11 +27,11 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline soak drawings lint types check
+.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint soak drawings notebooks lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## make .venv with the project and an MPI library; MPI=system or MPI=mpich chooses another than Open MPI
 
@@ -88,11 +88,17 @@ bench-allreduce: $(STAMP)  ## averaging gradients on one host: MPI beside the sh
 bench-pipeline: $(PEERS)  ## two stages beside torch.distributed.pipelining, with the targets; takes 10 minutes
 	$(PY) benchmarks/pipeline_bench.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
+bench-checkpoint: $(STAMP)  ## what saving costs a training step, with the targets
+	$(PY) benchmarks/checkpoint.py
+
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak
 
 drawings: $(STAMP)  ## draw the schedules of docs/schedules.md again
 	$(PY) docs/drawings.py
+
+notebooks: $(STAMP)  ## run the notebooks' texts and make the .ipynb files of them again
+	$(PY) examples/notebooks/build.py
 
 lint: $(STAMP)  ## check style and format with ruff
 	$(PY) -m ruff check .
