@@ -20,7 +20,9 @@ def whole(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.unfinished")
     folder = os.open(path.parent, os.O_RDONLY)  # held, since whoever sees `path` appear may rename its folder
     try:
+        mode = _mode_of_a_new_file(unfinished)
         yield unfinished
+        unfinished.chmod(mode)  # safetensors makes files that nobody else may read
         flush(unfinished)
         os.replace(unfinished, path)
         os.fsync(folder)
@@ -29,6 +31,14 @@ def whole(path: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(folder)
+
+
+def _mode_of_a_new_file(path: Path) -> int:
+    """Ask the file system who may read what: Python cannot read the mask of permissions without setting it."""
+    path.write_bytes(b"")
+    mode = path.stat().st_mode
+    path.unlink()
+    return mode
 
 
 def flush(path: Path) -> None:

@@ -153,6 +153,19 @@ class Optimizer:
                 run.note_change("the optimizer")
         self.num_steps += 1
 
+    def state_arrays(self) -> Iterator[tuple[str, Array]]:
+        """Yield the rule's state as (name, view): `("m/fc.weight", ...)`, each of its parameter's shape.
+
+        Raises:
+            ValueError: a parameter has no name.
+        """
+        for part, state in self._ranges:
+            for p in part.params:
+                if not p.name:
+                    raise ValueError(f"state is told apart by the names of parameters, but {p.label} has none")
+                own = slice(p.start - part.start, p.stop - part.start)
+                yield from ((f"{key}/{p.name}", array[own].reshape(p.shape)) for key, array in state.items())
+
     def zero_grad(self) -> None:
         """Mark all gradients fresh, in place: a bucket may own the memory."""
         zero_grad(self.params)

@@ -19,7 +19,7 @@ from minigrad.backward import (
     reached_parameters,
 )
 from minigrad.hooks import Hooks
-from minigrad.nn import ParamGetter, Sequential
+from minigrad.nn import Buffer, ParamGetter, Sequential
 from minigrad.tensor import Parameter, Tensor
 from pipeline.partition import StageSpec, cut
 from pipeline.schedules import Schedule
@@ -276,6 +276,10 @@ class LocalStages:
     def parameters(self) -> list[Parameter]:
         """Return all parameters, each once; tied ones first, so that in launch order they come last."""
         return list(dict.fromkeys([*self.tied, *self._distinct()]))
+
+    def buffers(self) -> list[Buffer]:
+        """Return all buffers, each once."""
+        return list(dict.fromkeys(buffer for stage in self._stages for buffer in stage.buffers()))
 
     def counted_parameters(self) -> list[Parameter]:
         """Return the parameters that this rank counts in a sum over the whole model: tied ones on one rank only."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,7 +171,6 @@ def save(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None
     with whole(folder / CONFIG) as new_config, whole(folder / WEIGHTS) as new_weights:
         save_file(values, new_weights, metadata={"format": "pt"})
         new_config.write_text(json.dumps(settings, indent=2) + "\n")
-        shutil.copymode(new_config, new_weights)  # safetensors lets nobody but the owner read
 
 
 class _Named(NamedTuple):

@@ -1,0 +1,286 @@
+"""Checkpoints: what a run needs to go on, after a kill at any moment and in any other layout.
+
+A tensor is saved once, under its own name, by one of the ranks that hold it. Which rank that was makes no difference to
+who loads it: a checkpoint has no layout, so every layout loads it. `checkpoint_files` says what lies on the disk.
+
+    checkpoints = Checkpointer("run/checkpoints", comm, model, optimizer)
+    loaded = checkpoints.load()                       # None at first
+    for step in range(loaded.step if loaded else 0, num_steps):
+        ...
+        checkpoints.save(step + 1, {"data": batches.state_dict()})
+    checkpoints.wait()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from distributed.checkpoint_files import (
+    UNFINISHED,
+    CheckpointError,
+    Manifest,
+    Saving,
+    complete,
+    read_manifest,
+    read_tensors,
+)
+from distributed.checkpoint_plan import Held, Stored, divide, show
+from distributed.communicator import Array, Communicator
+from minigrad.backend import place, to_host, xp_of
+from minigrad.nn import Buffer
+from minigrad.optim import Optimizer
+from minigrad.tensor import Parameter
+
+T = TypeVar("T")
+
+_SHOWN_FAULTS = 5
+
+
+class HasTensors(Protocol):
+    """A model, or this rank's part of one: a Module, or the stages of a pipeline."""
+
+    def parameters(self) -> Iterable[Parameter]: ...
+
+    def buffers(self) -> Iterable[Buffer]: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded.
+
+    Attributes:
+        step: number of steps that were done when it was saved.
+        state: what the caller gave to `save`.
+        path: its folder.
+        refused: others that came first and could not be read, each with the reason.
+    """
+
+    step: int
+    state: dict[str, Any]
+    path: Path
+    refused: tuple[str, ...] = ()
+
+
+class Checkpointer:
+    """Saves and loads a model and its optimizer in a folder that all ranks see. Making one is collective.
+
+    Buffers are saved as one of the ranks that hold them has them: where training changes them, call
+    `ddp.sync_buffers()` first.
+
+    Args:
+        folder: made if it is not there. One run at a time saves in it.
+        comm: all ranks of the run, whatever part of the model each holds.
+        model: tensors are told apart by name: the same name on two ranks is the same tensor.
+        keep_last: how many checkpoints stay; others are removed once a newer one is complete.
+    Raises:
+        ValueError: a tensor has no name, or two have the same; the optimizer updates what is not in the model; ranks
+            disagree on a tensor's shape or dtype; keep_last is below 1; or some rank does not see the folder. The same
+            message on every rank.
+    """
+
+    def __init__(
+        self, folder: str | Path, comm: Communicator, model: HasTensors, optimizer: Optimizer, *, keep_last: int = 3
+    ) -> None:
+        self.folder = Path(folder)
+        self._comm = comm.duplicate()
+        self._keep_last = keep_last
+        self._optimizer = optimizer
+        self._tensors: list[Parameter | Buffer] = [*dict.fromkeys(model.parameters()), *dict.fromkeys(model.buffers())]
+        self._plan = self._agree()
+        own = {name: stored for name, stored in self._plan.items() if stored.rank == self._comm.rank}
+        self._copies = {name: np.empty(stored.shape, stored.dtype) for name, stored in own.items()}
+        self._saving: Saving | None = None
+        self._knows_folder = False  # until what is in it was loaded, or there was nothing
+        self._check_folder()
+
+    def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Save in the background: on return this rank's part is copied, and training may go on. Collective.
+
+        Where the last save is still being written, this waits for it first. Checkpoints of later steps are removed with
+        the oldest: whoever saves step 200 after step 300 went back.
+
+        Args:
+            step: number of steps that are done.
+            state: what else the run needs to go on, as JSON can say it; rank 0's is kept.
+        Raises:
+            CheckpointError: the last save failed; the same message on every rank.
+            TypeError: state holds what JSON cannot say; the same message on every rank.
+            ValueError: step is negative, or ranks are not at the same step; the same message on every rank.
+            RuntimeError: the folder holds a run that was not loaded: saving would replace it.
+        """
+        said, failure = _as_json(state or {})
+        failure = self._first(failure)
+        if failure is not None:
+            raise TypeError(failure)
+        num_updates = self._optimizer.num_steps
+        counts = self._comm.gather_objects((step, num_updates))
+        if step < 0 or len(set(counts)) > 1:
+            raise ValueError(f"all ranks must save one step, at least 0; (step, optimizer.num_steps) by rank: {counts}")
+        self.wait()
+        if not self._knows_folder:
+            found = self._of_rank_0(lambda: complete(self.folder))
+            if found:
+                raise RuntimeError(f"{self.folder} holds {found[0].name} already: call load() first, or save elsewhere")
+            self._knows_folder = True
+        arrays = self._arrays()
+        for name, copy in self._copies.items():
+            copy[...] = to_host(arrays[name])
+        save = self._of_rank_0(lambda: secrets.token_hex(8))
+        manifest = Manifest(int(step), num_updates, save, self._plan, said)
+        self._saving = Saving(self.folder, self._comm.rank, self._copies, manifest, keep_last=self._keep_last)
+
+    def wait(self) -> None:
+        """Block until the last save is complete. Collective; call it before the run ends.
+
+        Raises:
+            CheckpointError: a rank could not write; the same message on every rank. Older checkpoints are still there.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        # Rank 0 commits once the parts of all ranks are there. If one failed it would wait for ever.
+        error = self._first(saving.wait_for_part()) or self._first(saving.wait())
+        if error is not None:
+            saving.cancel()
+            raise CheckpointError(error)
+
+    def load(self, path: str | Path | None = None) -> Checkpoint | None:
+        """Load into the model and the optimizer, all or nothing. Collective.
+
+        Args:
+            path: one checkpoint, of this folder or another. By default the one that `latest` names, or else the newest
+                that can be read.
+        Returns:
+            What else was saved. None where there is no checkpoint, and no path was given.
+        Raises:
+            CheckpointError: `path`, or every one that there is, is torn, changed, of a newer version, or of another
+                model; says of each what is wrong. The same message on every rank.
+        """
+        self.wait()
+        self._knows_folder |= path is None or Path(path).resolve().parent == self.folder.resolve()
+        refused: list[str] = []
+        candidates = self._of_rank_0(lambda: complete(self.folder) if path is None else [Path(path)])
+        for candidate in candidates:
+            manifest, values, error = self._read(candidate)
+            error = self._first(error)
+            if error is not None:
+                refused.append(f"{candidate}: {error}")
+                continue
+            assert manifest is not None
+            self._fill(manifest, values)
+            return Checkpoint(manifest.step, manifest.state, candidate, tuple(refused))
+        if refused:
+            raise CheckpointError("; ".join(refused))
+        return None
+
+    def _arrays(self) -> dict[str, Array]:
+        """Return all that this rank holds, by the name that it has in a checkpoint."""
+        arrays = {_name(tensor): tensor.data for tensor in self._tensors}
+        return arrays | {f"optimizer/{name}": array for name, array in self._optimizer.state_arrays()}
+
+    def _agree(self) -> dict[str, Stored]:
+        """Agree on what there is and on who saves it."""
+        failure = self._first(self._fault())
+        if failure is not None:
+            raise ValueError(failure)
+        held = {name: Held(array.shape, str(array.dtype), array.nbytes) for name, array in self._arrays().items()}
+        return divide(self._comm.gather_objects(held))
+
+    def _fault(self) -> str | None:
+        """Say what is wrong with what this rank was given."""
+        if self._keep_last < 1:
+            return f"keep_last must be at least 1, got {self._keep_last}"
+        times = Counter(_name(tensor) for tensor in self._tensors)
+        for tensor in self._tensors:
+            if not tensor.name or times[_name(tensor)] > 1:
+                return f"every tensor of a checkpoint needs a name of its own, {tensor.label} has none"
+        own = set(self._tensors)
+        for p in self._optimizer.params:
+            if p not in own:
+                return f"the optimizer must update parameters of the model, {p.label} is not among them"
+        return None
+
+    def _check_folder(self) -> None:
+        """Check that all ranks see one folder: parts in a folder of each host would never become a checkpoint."""
+        mark = self.folder / self._of_rank_0(lambda: f"{UNFINISHED}{secrets.token_hex(8)}")
+        failure = None
+        if self._comm.rank == 0:
+            try:
+                mark.mkdir(parents=True)
+            except OSError as error:
+                failure = f"checkpoints cannot be saved in {self.folder}: {error}"
+        failure = self._first(failure)
+        if failure is None:
+            unseen = f"all ranks must see the folder of checkpoints, but what rank 0 makes in {self.folder} is not seen"
+            failure = self._first(None if os.path.isdir(mark) else unseen)
+        if self._comm.rank == 0:
+            shutil.rmtree(mark, ignore_errors=True)
+        if failure is not None:
+            raise ValueError(failure)
+
+    def _read(self, checkpoint: Path) -> tuple[Manifest | None, dict[str, Array], str | None]:
+        """Read this rank's tensors; return them, or what is wrong."""
+        try:
+            manifest = read_manifest(checkpoint)
+            self._check_model(manifest)
+            return manifest, read_tensors(checkpoint, manifest, list(self._arrays())), None
+        except CheckpointError as error:
+            return None, {}, str(error)
+
+    def _check_model(self, manifest: Manifest) -> None:
+        """Check that a checkpoint is of this model and this kind of optimizer."""
+        saved, own = manifest.tensors, self._plan
+        faults = [f"it lacks {name}" for name in own if name not in saved]
+        faults += [f"it has {name}" for name in saved if name not in own]
+        faults += [
+            f"{name} is {show(saved[name])} in it and {show(own[name])} here"
+            for name in own
+            if name in saved and show(saved[name]) != show(own[name])
+        ]
+        if faults:
+            more = f", and {len(faults) - _SHOWN_FAULTS} more" if len(faults) > _SHOWN_FAULTS else ""
+            raise CheckpointError(f"it is of another model or optimizer: {', '.join(faults[:_SHOWN_FAULTS])}{more}")
+
+    def _fill(self, manifest: Manifest, values: Mapping[str, Array]) -> None:
+        for tensor in self._tensors:
+            tensor.data = _beside(tensor.data, values[_name(tensor)])
+        for name, array in self._optimizer.state_arrays():
+            array[...] = _beside(array, values[f"optimizer/{name}"])
+        self._optimizer.num_steps = manifest.num_updates
+
+    def _first(self, failure: str | None) -> str | None:
+        """Return the first rank's failure, and which rank that is, on every rank."""
+        failures = self._comm.gather_objects(failure)
+        return next((f"[rank {rank}] {what}" for rank, what in enumerate(failures) if what is not None), None)
+
+    def _of_rank_0(self, make: Callable[[], T]) -> T:
+        """Return what rank 0 makes, on every rank."""
+        made: T = self._comm.gather_objects(make() if self._comm.rank == 0 else None)[0]
+        return made
+
+
+def _as_json(state: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return a state as it will be when it is loaded, or what is wrong with it."""
+    try:
+        return json.loads(json.dumps(dict(state))), None
+    except (TypeError, ValueError, RecursionError) as error:
+        return {}, f"the state of a checkpoint must be what JSON can say: {error}"
+
+
+def _name(tensor: Parameter | Buffer) -> str:
+    return f"{'parameter' if isinstance(tensor, Parameter) else 'buffer'}/{tensor.name}"
+
+
+def _beside(place_of: Array, values: Array) -> Array:
+    """Return values where an array is: on its GPU or on the host."""
+    return place(values, "cpu" if xp_of(place_of) is np else "cuda")

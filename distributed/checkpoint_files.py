@@ -1,0 +1,274 @@
+"""The files of a checkpoint: how they come into being all at once, and what makes one unreadable.
+
+    folder/
+        latest                      the name of the last good one: step-00000300
+        step-00000200/
+        step-00000300/
+            manifest.json           step, state, and of every tensor who saved it, its shape and dtype; its checksum
+            rank-0.safetensors      what rank 0 saved, and a checksum of each tensor
+            rank-1.safetensors
+        saving-.../                 one that is being written, or what a kill left of it
+
+A checkpoint begins to exist when its folder is renamed: before that nobody looks at it, after that it is complete. It
+ends in the same way. Where one of its step is there already, it is called `step-00000300-...` until that one has gone.
+
+Nothing here knows of communicators. Threads make no MPI calls: the one that commits sees in the folder when the parts
+of all ranks are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from distributed.checkpoint_plan import Stored
+from distributed.messages import as_bytes
+from distributed.work import Array
+from minigrad.files import flush, whole
+
+FORMAT = "minigrad checkpoint"
+VERSION = 1  # of the layout above; a reader refuses what is newer than itself
+_PREFIX = "step-"
+UNFINISHED = "saving-"  # begins the names of folders that are no checkpoints: not yet, or not any more
+_POLL_SECONDS = 0.01
+_SEEN_SECONDS = 120.0  # after which what another host has written must be seen; NFS may take a minute
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or must not be read."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is saved beside the values.
+
+    Attributes:
+        step: number of steps that were done.
+        num_updates: those of the optimizer among them.
+        save: made up anew by each save, so that parts of two never mix.
+        state: the caller's.
+    """
+
+    step: int
+    num_updates: int
+    save: str
+    tensors: dict[str, Stored]
+    state: dict[str, Any]
+
+
+class Saving:
+    """One rank's share of a save under way, on a thread. Rank 0's also waits for the others' and commits.
+
+    Args:
+        folder: of all checkpoints.
+        arrays: of this rank by name, left alone until this is over.
+        keep_last: how many checkpoints stay.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, arrays: Mapping[str, Array], manifest: Manifest, *, keep_last: int
+    ) -> None:
+        self._folder = folder
+        self._unfinished = folder / f"{UNFINISHED}{manifest.step:08d}-{manifest.save}"
+        self._rank = rank
+        self._arrays = arrays
+        self._manifest = manifest
+        self._keep_last = keep_last
+        self._part_done = threading.Event()
+        self._cancelled = threading.Event()
+        self._all_seen_by = float("inf")
+        self._error: str | None = None
+        # A daemon: where the other ranks are gone, nobody has to wait for a part that never comes.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait_for_part(self) -> str | None:
+        """Block until this rank's own part is written; return what went wrong."""
+        self._part_done.wait()
+        return self._error
+
+    def wait(self) -> str | None:
+        """Block until all is over; return what went wrong. For when the parts of all ranks are known to be written."""
+        self._all_seen_by = time.monotonic() + _SEEN_SECONDS
+        self._thread.join()
+        return self._error
+
+    def cancel(self) -> None:
+        """Give up, and leave nothing behind. For when no rank writes any more."""
+        self._cancelled.set()
+        self._thread.join()
+        if self._rank == 0:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+    def _run(self) -> None:
+        try:
+            if self._rank == 0:
+                remove_leftovers(self._folder, but=self._unfinished)
+            if self._arrays:
+                self._write_part()
+            self._part_done.set()
+            if self._rank == 0 and self._see_all_parts():
+                commit(self._unfinished, self._manifest, keep_last=self._keep_last)
+        except BaseException as error:  # nobody is above a thread: what is not noted here would count as done
+            what = f"{type(error).__name__}: {error}"
+            self._error = f"the checkpoint of step {self._manifest.step} could not be written: {what}"
+        finally:
+            self._part_done.set()
+
+    def _write_part(self) -> None:
+        self._unfinished.mkdir(parents=True, exist_ok=True)
+        checksums = {name: _checksum(array) for name, array in self._arrays.items()}
+        metadata = {"save": self._manifest.save, "crc32": json.dumps(checksums)}
+        with whole(_part(self._unfinished, self._rank)) as path:
+            save_file(dict(self._arrays), path, metadata)
+
+    def _see_all_parts(self) -> bool:
+        """Block until the parts of all ranks are in the folder; return False where they will never be."""
+        ranks = sorted({stored.rank for stored in self._manifest.tensors.values()})
+        parts = [_part(self._unfinished, rank) for rank in ranks]
+        while missing := [part.name for part in parts if not part.exists()]:
+            if self._cancelled.wait(_POLL_SECONDS):
+                return False
+            if time.monotonic() > self._all_seen_by:
+                raise CheckpointError(f"{', '.join(missing)} was written, but is not seen in {self._unfinished}")
+        return True
+
+
+def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
+    """Make a checkpoint of a folder that holds all parts, and remove those that it makes dispensable.
+
+    A run that went back to an older checkpoint replaces what came after it: steps are in the order of their saving.
+    """
+    content = asdict(manifest)
+    head = {"format": FORMAT, "version": VERSION, "crc32": _checksum_of_json(content)}
+    with whole(unfinished / "manifest.json") as path:
+        path.write_text(json.dumps(head | content, indent=1))
+    folder = unfinished.parent
+    checkpoint = folder / f"{_PREFIX}{manifest.step:08d}"
+    # One of this step may be there, from before the run went back. It is needed until there is the new one.
+    taken = checkpoint.exists()
+    new = folder / f"{checkpoint.name}-{manifest.save}" if taken else checkpoint
+    _rename_to_latest(unfinished, new)
+    older = [path for path in complete(folder) if _step_of(path) < manifest.step]
+    for path in complete(folder):
+        if path not in [new, *older[: keep_last - 1]]:
+            os.rename(path, folder / f"{UNFINISHED}{manifest.save}-{path.name}")  # a kill may leave half of one
+    if taken:
+        _rename_to_latest(new, checkpoint)
+    remove_leftovers(folder)
+
+
+def _rename_to_latest(path: Path, checkpoint: Path) -> None:
+    os.rename(path, checkpoint)
+    flush(checkpoint.parent)
+    with whole(checkpoint.parent / "latest") as pointer:
+        pointer.write_text(checkpoint.name + "\n")
+
+
+def remove_leftovers(folder: Path, *, but: Path | None = None) -> None:
+    """Remove what is no checkpoint: not any more, or what a kill left of one."""
+    for leftover in folder.glob(f"{UNFINISHED}*"):
+        if leftover != but:
+            shutil.rmtree(leftover, ignore_errors=True)  # what somebody still reads goes the next time
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder: the one that `latest` names, then the others, newest first."""
+    try:
+        latest = (folder / "latest").read_text(errors="replace").strip()
+    except OSError:
+        latest = ""
+    paths = [path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and _step_of(path) >= 0]
+    return sorted(paths, key=lambda path: (path.name == latest, _step_of(path), path.name), reverse=True)
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read what a checkpoint holds.
+
+    Raises:
+        CheckpointError: it is no checkpoint, torn, changed, or of a newer version.
+    """
+    path = checkpoint / "manifest.json"
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise CheckpointError(f"{path.name} is not of a {FORMAT}")
+        version = content.pop("version")
+        if version > VERSION:
+            raise CheckpointError(
+                f"it was saved by a newer version of this program: its format is {version}, "
+                f"the newest known here is {VERSION}"
+            )
+        if content.pop("crc32") != _checksum_of_json(content):
+            raise CheckpointError(f"{path.name} has changed since it was saved")
+        tensors = {
+            name: Stored(stored["rank"], tuple(stored["shape"]), stored["dtype"])
+            for name, stored in content["tensors"].items()
+        }
+        return Manifest(content["step"], content["num_updates"], content["save"], tensors, content["state"])
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {path.name} in it") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, Array]:
+    """Read some tensors, each checked against its shape, dtype and checksum.
+
+    Raises:
+        CheckpointError: a file is missing, torn, changed, or of another save.
+    """
+    by_rank: dict[int, list[str]] = {}
+    for name in names:
+        by_rank.setdefault(manifest.tensors[name].rank, []).append(name)
+    values = {}
+    for rank, wanted in by_rank.items():
+        path = _part(checkpoint, rank)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("save") != manifest.save:
+                    raise CheckpointError(f"{path.name} is of another checkpoint")
+                checksums = json.loads(metadata["crc32"])
+                for name in wanted:
+                    values[name] = array = file.get_tensor(name)
+                    stored = manifest.tensors[name]
+                    found = (array.shape, str(array.dtype), _checksum(array))
+                    if found != (stored.shape, stored.dtype, checksums[name]):
+                        raise CheckpointError(
+                            f"{path.name} has changed since it was saved: {name!r} is not what it was"
+                        )
+        except FileNotFoundError:
+            raise CheckpointError(f"{path.name} is missing") from None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
+    return values
+
+
+def _part(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"rank-{rank}.safetensors"
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(as_bytes(array).data)
+
+
+def _checksum_of_json(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name, -1 where there is none."""
+    digits = checkpoint.name.removeprefix(_PREFIX).partition("-")[0]
+    return int(digits) if digits.isascii() and digits.isdigit() else -1

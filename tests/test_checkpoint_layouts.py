@@ -1,0 +1,167 @@
+"""A checkpoint has no layout: saved in one and loaded in any other, the next step is the one that was to come.
+
+In float64, with dropout, AdamW with a warmup, weights tied over two stages, an uneven batch, and a buffer that
+training changes.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from distributed import DistributedDataParallel, Mesh
+from distributed.checkpoint import Checkpointer
+from minigrad import nn, rng
+from minigrad.lr_schedule import warmup_cosine
+from minigrad.models import gpt
+from minigrad.optim import AdamW, Optimizer
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
+
+SAVED_STEPS, FURTHER_STEPS = 3, 2
+NUM_SAMPLES = 5
+CONFIG = gpt.GPTConfig(vocab_size=11, context=4, num_layers=3, num_heads=2, width=8, dropout=0.1)
+# Where a gradient is zero but for rounding, AdamW's step is rounding divided by itself: hence the larger eps.
+RULE = AdamW(warmup_cosine(0.01, num_steps=20, num_warmup_steps=5), eps=1e-4)
+LAYOUTS = {  # name -> dp, pp, schedule
+    "one process": (1, 1, None),
+    "dp 2": (2, 1, "1f1b"),
+    "pp 2": (1, 2, "1f1b"),
+    "pp 2 in chunks": (1, 2, "zbv"),
+    "dp 2, pp 2": (2, 2, "1f1b"),
+}
+
+
+class Shift(nn.Module):
+    """Adds a buffer, which each step of the training changes."""
+
+    def __init__(self):
+        self.shift = nn.Buffer(np.zeros(CONFIG.width), "shift")
+
+    def __call__(self, x):
+        return x + self.shift
+
+
+embedding, *blocks, head = gpt.layers(CONFIG)
+# The buffer is in the third of four stages: with two chunks a rank, in the second one of its rank.
+LAYERS = [embedding, *blocks[:2], ("shift", lambda param: Shift()), blocks[2], head]
+
+
+class Run:
+    """One rank of a run in a layout."""
+
+    def __init__(self, comm, layout, seed):
+        dp, pp, schedule = LAYOUTS[layout]
+        self.comm = comm
+        self.schedule = schedule
+        if schedule is None:
+            param = nn.ParamGetter(seed, np.float64)
+            self.model = nn.Sequential(factory(param) for _, factory in LAYERS)
+            self.rows = slice(NUM_SAMPLES)
+        else:
+            mesh = Mesh(comm, dp=dp, pp=pp)
+            chosen = SCHEDULES[schedule]
+            self.model = PipelineStage.of(LAYERS, mesh.pp, chosen, seed=seed, dtype=np.float64)
+            self.ddp = DistributedDataParallel(self.model, mesh.dp, bucket_bytes=2000)
+            self.pipe = PipelineExecutor(self.model, mesh.pp, chosen, num_microbatches=2, loss_fn=mg.cross_entropy)
+            starts = [0, 3, 5] if dp == 2 else [0, 5]
+            self.rows = slice(starts[mesh.dp.rank], starts[mesh.dp.rank + 1])
+        self.optimizer = Optimizer(self.model.parameters(), RULE)
+
+    def step(self, number):
+        ids = np.random.default_rng(number).integers(0, CONFIG.vocab_size, (NUM_SAMPLES, CONFIG.context + 1))[self.rows]
+        x, y = ids[:, :-1], ids[:, 1:]
+        self.optimizer.zero_grad()
+        if self.schedule is None:
+            with rng.scope(seed=1, step=number):
+                loss = mg.cross_entropy(self.model(x), y)
+            mg.backward(loss)
+        else:
+            hooks = self.ddp.hooks(num_samples=len(x))
+            with rng.scope(seed=1, step=number, first_sample=self.ddp.first_sample):
+                self.pipe.step(x, y, hooks=hooks)
+            self.ddp.wait()
+        self.optimizer.step()
+        for buffer in self.model.buffers():
+            buffer.data = 0.5 * buffer.data + 0.01 * number
+
+    def numbers(self):
+        """Copy everything that training changes."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        arrays = {tensor.name: tensor.data for tensor in tensors} | dict(self.optimizer.state_arrays())
+        return {name: array.copy() for name, array in arrays.items()}
+
+
+def undisturbed(comm, layout):
+    """Train without a checkpoint; return the numbers after each step from the one that is saved on."""
+    run = Run(comm, layout, seed=0)
+    numbers = []
+    for step in range(SAVED_STEPS + FURTHER_STEPS):
+        run.step(step)
+        numbers.append(run.numbers())
+    return numbers[SAVED_STEPS - 1 :]
+
+
+def save(comm, layout, folder):
+    run = Run(comm, layout, seed=0)
+    checkpoints = Checkpointer(folder, comm, run.model, run.optimizer)
+    for step in range(SAVED_STEPS):
+        run.step(step)
+    checkpoints.save(SAVED_STEPS)
+    checkpoints.wait()
+
+
+def go_on(comm, layout, folder):
+    """Load into a model that began otherwise, and train on; return as `undisturbed`."""
+    run = Run(comm, layout, seed=5)
+    for step in range(2):
+        run.step(step)  # what is loaded into need not be new
+    loaded = Checkpointer(folder, comm, run.model, run.optimizer).load()
+    numbers = [run.numbers()]
+    for step in range(loaded.step, loaded.step + FURTHER_STEPS):
+        run.step(step)
+        numbers.append(run.numbers())
+    return numbers
+
+
+def on_as_many_as_it_takes(comm, program, layout, *args):
+    """Run a program on the first ranks; the others wait."""
+    dp, pp, _ = LAYOUTS[layout]
+    taking_part = comm.rank < dp * pp
+    part = comm.split(color=int(not taking_part))
+    result = program(part, layout, *args) if taking_part else []
+    comm.barrier()
+    return result
+
+
+def whole_model(ranks, program, layout, *args):
+    """Return the numbers after each step, of all ranks together; copies must be equal to the last bit."""
+    together = []
+    for by_rank in zip(*filter(None, ranks.run(on_as_many_as_it_takes, program, layout, *args)), strict=True):
+        together.append({})
+        for name, array in (pair for numbers in by_rank for pair in numbers.items()):
+            first = together[-1].setdefault(name, array)
+            assert array.tobytes() == first.tobytes(), f"copies of {name}, {layout}"
+    return together
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_next_step_is_the_one_that_was_to_come(ranks, tmp_path):
+    layouts = [layout for layout, (dp, pp, _) in LAYOUTS.items() if dp * pp <= ranks.size]
+    tmp_path = Path(ranks.run(lambda comm: comm.gather_objects(str(tmp_path))[0])[0])
+    for saved_in in layouts:
+        expected = whole_model(ranks, undisturbed, saved_in)
+        ranks.run(on_as_many_as_it_takes, save, saved_in, tmp_path / saved_in)
+        for loaded_in in layouts:
+            case = f"saved in {saved_in}, loaded in {loaded_in}"
+            at_load, *after = whole_model(ranks, go_on, loaded_in, tmp_path / saved_in)
+            assert at_load.keys() == expected[0].keys()
+            for name, array in expected[0].items():
+                assert at_load[name].tobytes() == array.tobytes(), f"{name}, {case}"
+            for step, (ours, theirs) in enumerate(zip(after, expected[1:], strict=True)):
+                for name, array in theirs.items():
+                    if loaded_in == saved_in:
+                        assert ours[name].tobytes() == array.tobytes(), f"{name}, step {step}, {case}"
+                    np.testing.assert_allclose(
+                        ours[name], array, rtol=1e-12, atol=1e-15, err_msg=f"{name}, step {step}, {case}"
+                    )
