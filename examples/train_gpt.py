@@ -6,49 +6,47 @@ mpirun -n 2 python -m mpi4py examples/train_gpt.py --dp 2                       
 mpirun -n 2 python -m mpi4py examples/train_gpt.py --pp 2 --schedule 1f1b       one pipeline of two stages
 mpirun -n 4 python -m mpi4py examples/train_gpt.py --dp 2 --pp 2                two pipelines
 
-The same flags besides --dp and --pp give the same model, up to rounding, in every layout.
+The same flags besides --dp and --pp give the same model, up to rounding, in every layout. A run that was ended, by
+`kill -TERM`, by `kill -9` or by a power cut, goes on with --resume auto, in any layout.
 """
 
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-import time
-from contextlib import nullcontext
-from pathlib import Path
-
 import numpy as np
 
-from common.progress import Progress
-from common.settings import Settings, read_settings, read_text
-from common.text import sample_batch, trigram_nats, validation_batches
-from distributed import DistributedDataParallel, Mesh, describe, local_rank, world
+from common.command_line import or_fail, read_settings
+from common.run import Run
+from common.settings import LayoutSettings
+from common.text import load_tokens, split, trigram_nats
+from distributed import DistributedDataParallel, Mesh, local_rank, world
 from distributed.comm_hooks import allreduce
+from distributed.data import TokenBatches, validation_batches
 from minigrad import cross_entropy, rng
-from minigrad.backend import place, to_host, use_gpu
+from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer, grad_square_sum, scale_to_norm
-from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule, perfetto
+from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
 
 MAX_GRAD_NORM = 1.0
-SAMPLE_BYTES = 300
+SAMPLE_TOKENS = 300
 SAMPLE_TEMPERATURE = 0.8
 
 
 def main() -> None:
-    settings = read_settings(__doc__)
-    train, validation = read_text(settings)
+    settings = read_settings(LayoutSettings, __doc__)
+    tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
+    train, validation = or_fail(lambda: split(tokens, context=settings.context))
     if settings.device == "cuda":
         use_gpu(local_rank())
     comm = world()
     mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
-    speaks = comm.rank == 0
-    start_line = describe(comm)
-    if speaks:
-        print(f"{start_line}: dp={settings.dp} pp={settings.pp}", flush=True)
+    run = Run(settings, comm, samples="tokens", size=settings.context, device=settings.device, loss_unit="nats a token")
 
     config = gpt.GPTConfig(
+        vocab_size=settings.vocab,
         context=settings.context,
         num_layers=settings.layers,
         num_heads=settings.heads,
@@ -71,73 +69,82 @@ def main() -> None:
         bucket_bytes=int(settings.bucket_mb * 2**20),
         comm_hook=pipe.recorder.comm_hook(allreduce),
     )
+    batches = TokenBatches(
+        train,
+        batch_size=settings.batch,
+        context=settings.context,
+        seed=settings.seed,
+        rank=mesh.dp.rank,
+        size=mesh.dp.size,
+    )
 
-    start = time.perf_counter()
-    with Progress(settings, visible=speaks) as progress:
-        for step in range(settings.steps):
-            x, y = sample_batch(train, batch=settings.batch, context=settings.context, seed=settings.seed, step=step)
-            x, y = (place(part[settings.rows(mesh.dp.rank)], settings.device) for part in (x, y))
-            optimizer.zero_grad()
-            hooks = ddp.hooks(num_samples=len(x))
-            recorded = pipe.recorder if settings.trace and step == settings.steps - 1 else nullcontext()
-            with recorded, rng.scope(seed=settings.seed, step=step, first_sample=ddp.first_sample):
-                loss = pipe.step(x, y, hooks=hooks)
-                ddp.wait()
-            clip(stages, mesh)
-            optimizer.step()
-            progress.update(ddp.mean(loss))
-    seconds = time.perf_counter() - start
-    if settings.trace:
-        events = pipe.recorder.gather(comm)
-        if speaks:
-            Path(settings.trace).write_text(perfetto(events))
+    for step in run.steps(stages, optimizer, batches):
+        x, y = (place(part, settings.device) for part in batches.next())
+        optimizer.zero_grad()
+        hooks = ddp.hooks(num_samples=len(x))
+        with (
+            run.recorded(pipe, step),
+            rng.scope(seed=settings.seed, step=step, first_sample=ddp.first_sample),
+        ):
+            loss = pipe.step(x, y, hooks=hooks)
+            ddp.wait()
+        grad_norm = clip(stages, mesh)
+        optimizer.step()
+        run.log(ddp.mean(loss), grad_norm=grad_norm)
+    if run.stopped:
+        return
 
     stages.eval()
     loss = validation_loss(pipe, validation, settings, mesh)
     prompt = validation[: settings.context]
-    sample = write(stages, schedule, prompt, settings, mesh) if mesh.dp.rank == 0 else b""
-    if speaks:
-        speed = settings.steps * settings.batch * settings.context / seconds
-        print(f"trained {settings.steps} steps in {seconds:.0f} s, {speed:,.0f} tokens/s")
-        print(f"validation loss {loss:.3f} nats a byte; a trigram table gets {trigram_nats(train, validation):.3f}")
-        print(f"after {prompt.decode(errors='replace')!r} it writes:\n{sample.decode(errors='replace')}", flush=True)
+    sample = write(stages, schedule, prompt, settings, mesh) if mesh.dp.rank == 0 else prompt
+    run.end(validation_loss=loss)
+    run.say(f"validation loss {loss:.3f} nats a token")
+    if settings.vocab == 256:
+        run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
+        run.say(f"after {as_text(prompt)!r} it writes:\n{as_text(sample)}")
 
 
-def clip(stages: LocalStages, mesh: Mesh) -> None:
-    """Clip by the gradient norm of the whole model: the stages' sums of squares add along the pipeline."""
+def clip(stages: LocalStages, mesh: Mesh) -> float:
+    """Clip by the gradient norm of the whole model, and return it: squares of the stages add along the pipeline."""
     square_sum = np.array([grad_square_sum(stages.counted_parameters())])
     norm = float(mesh.pp.allreduce(square_sum).wait()[0]) ** 0.5
     scale_to_norm(stages.parameters(), norm, MAX_GRAD_NORM)
+    return norm
 
 
-def validation_loss(pipe: PipelineExecutor, text: bytes, settings: Settings, mesh: Mesh) -> float:
-    """Return the mean loss over all windows of `text`; replicas take batches in turn."""
+def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSettings, mesh: Mesh) -> float:
+    """Return the mean loss over all windows of `tokens`."""
     total = np.zeros(2)  # summed loss, number of windows
-    batches = list(validation_batches(text, batch=settings.batch, context=settings.context))
-    for x, y in batches[mesh.dp.rank :: mesh.dp.size]:
+    for x, y in validation_batches(
+        tokens, batch_size=settings.batch, context=settings.context, rank=mesh.dp.rank, size=mesh.dp.size
+    ):
         total += len(x) * pipe.evaluate(place(x, settings.device), place(y, settings.device)), len(x)
     mesh.dp.allreduce(total).wait()
     return float(total[0] / total[1])
 
 
-def write(stages: LocalStages, schedule: Schedule, prompt: bytes, settings: Settings, mesh: Mesh) -> bytes:
-    """Let the model go on after `prompt`, one byte at a time. Collective over one pipeline."""
+def write(stages: LocalStages, schedule: Schedule, prompt: Array, settings: LayoutSettings, mesh: Mesh) -> Array:
+    """Let the model go on after `prompt`, one token at a time. Collective over one pipeline."""
     pipe = PipelineExecutor(stages, mesh.pp, schedule, num_microbatches=1)
     generator = np.random.Generator(np.random.Philox(key=settings.seed))
     last_rank = schedule.rank_of(schedule.num_stages(mesh.pp.size) - 1, mesh.pp.size)
-    text = list(prompt)
-    for _ in range(SAMPLE_BYTES):
-        outputs = pipe.predict(
-            place(np.array([text[-settings.context :]]), settings.device)
-        )  # logits (1, T, 256), on the last stage only
-        byte = np.zeros(1, np.int64)
+    tokens = prompt.tolist()
+    for _ in range(SAMPLE_TOKENS):
+        window = place(np.array([tokens[-settings.context :]]), settings.device)
+        outputs = pipe.predict(window)  # logits (1, T, vocab), on the last stage only
+        token = np.zeros(1, np.int64)
         if outputs:
             logits = to_host(outputs[0])[0, -1].astype(np.float64)
             p = np.exp((logits - logits.max()) / SAMPLE_TEMPERATURE)
-            byte[0] = generator.choice(len(p), p=p / p.sum())
-        mesh.pp.broadcast(byte, root=last_rank).wait()
-        text.append(int(byte[0]))
-    return bytes(text[len(prompt) :])
+            token[0] = generator.choice(len(p), p=p / p.sum())
+        mesh.pp.broadcast(token, root=last_rank).wait()
+        tokens.append(int(token[0]))
+    return np.array(tokens[len(prompt) :])
+
+
+def as_text(tokens: Array) -> str:
+    return bytes(tokens.tolist()).decode(errors="replace")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,14 @@ def run_job(
     if ranks is not None:
         assert MPIRUN is not None
         command = [MPIRUN, "-n", str(ranks), *command]
-    environ = os.environ | {
+    return subprocess.run(
+        command, cwd=cwd, env=environ(), capture_output=True, text=True, timeout=limit_seconds, check=False
+    )
+
+
+def environ() -> dict[str, str]:
+    """Return the environment of a job, whichever MPI starts it."""
+    return os.environ | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",  # what Open MPI wants; as variables, because MPICH refuses its flags
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -32,6 +39,3 @@ def run_job(
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
-    return subprocess.run(
-        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=limit_seconds, check=False
-    )

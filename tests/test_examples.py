@@ -1,20 +1,20 @@
-"""The example scripts, run as a user runs them, small."""
+"""The full training script, run as a user runs it, small."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
-from jobs import needs_mpirun, run_job
+from jobs import ROOT, needs_mpirun, run_job
 
-SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12"
+SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
 TINY = f"{SIZES} --dropout 0.1 --dtype float64".split(" ")
-SCRIPT = "examples/train_gpt.py"
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 
 
 @pytest.fixture(scope="module")
-def one_process() -> str:
-    result = run_job([SCRIPT, *TINY], ranks=None)
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
+    result = run_job([SCRIPT, *TINY], ranks=None, cwd=tmp_path_factory.mktemp("one_process"))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -25,8 +25,8 @@ def learned(output: str) -> str:
 
 
 def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> None:
-    assert one_process.startswith("1 rank, no MPI: dp=1 pp=1\n")
-    assert re.search(r"validation loss \d\.\d{3} nats a byte; a trigram table gets 1\.\d{3}", one_process)
+    assert one_process.startswith("1 rank, no MPI")
+    assert re.search(r"validation loss \d\.\d{3} nats a token\na trigram table gets 1\.\d{3}", one_process)
     assert "it writes:\n" in one_process
 
 
@@ -35,20 +35,20 @@ def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> N
     "layout",
     ["--dp 2", "--pp 2 --microbatches 3", "--dp 2 --pp 2 --schedule gpipe --microbatches 2"],
 )
-def test_every_layout_trains_the_same_model(one_process: str, layout: str) -> None:
+def test_every_layout_trains_the_same_model(one_process: str, layout: str, tmp_path: Path) -> None:
     ranks = 4 if "--dp 2 --pp 2" in layout else 2
-    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout.split()], ranks=ranks)
+    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout.split()], ranks=ranks, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert learned(result.stdout) == learned(one_process)
 
 
 @needs_mpirun
-def test_a_trace_shows_the_last_step_on_every_rank(tmp_path: Path) -> None:
-    trace = tmp_path / "step.json"
-    layout = ["--dp", "2", "--pp", "2", "--microbatches", "2", "--steps", "2", "--trace", str(trace)]
-    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout], ranks=4)
+def test_the_timeline_shows_the_last_step_on_every_rank(tmp_path: Path) -> None:
+    layout = ["--dp", "2", "--pp", "2", "--microbatches", "2", "--steps", "2", "--run", "here"]
+    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout], ranks=4, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    trace = json.loads((tmp_path / "here" / "timeline.json").read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for rank in range(4):
         mine = {event["name"]: event["cat"] for event in events if event["pid"] == rank}
         stage = rank % 2
@@ -56,6 +56,8 @@ def test_a_trace_shows_the_last_step_on_every_rank(tmp_path: Path) -> None:
             f"{stage}{kind}{i}" for kind in ("F", "BW") for i in range(2)
         }
         assert any(category.startswith("bucket") for category in mine.values())
+    for name in ("measured", "predicted"):
+        assert f"step 1, {name}: " in (tmp_path / "here" / f"timeline_{name}.svg").read_text()
 
 
 @needs_mpirun
@@ -63,13 +65,26 @@ def test_a_trace_shows_the_last_step_on_every_rank(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         ("--dp 3", "dp * pp must equal the number of ranks, got dp=3, pp=1 and 2 ranks"),
-        ("--pp 2 --layers 1", "--pp must be at most --layers, got 2 and 1"),
-        ("--dp 2 --text nowhere.txt", "--text must be a file that can be read, got nowhere.txt"),
+        ("--dp 2 --text nowhere.txt", "tokens must be a file or directory that can be read, got nowhere.txt"),
         ("--dp 2 --steps many", "argument --steps: invalid int value: 'many'"),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_exit_code_2(flags: str, line: str) -> None:
-    result = run_job(["-m", "mpi4py", SCRIPT, *flags.split()], ranks=2)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(flags: str, line: str, tmp_path: Path) -> None:
+    result = run_job(["-m", "mpi4py", SCRIPT, *flags.split()], ranks=2, cwd=tmp_path)
     assert result.returncode == 2
     assert len(re.findall(f"^train_gpt.py: {re.escape(line)}", result.stderr, re.MULTILINE)) == 1
     assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_mpirun
+def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("to be or not to be, " * 40)
+    result = run_job([SCRIPT, *TINY, "--text", "text", "--vocab", "300"], ranks=None, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "validation loss" in result.stdout
+    assert "trigram" not in result.stdout
+    result = run_job([SCRIPT, *TINY, "--text", "text", "--vocab", "100"], ranks=None, cwd=tmp_path)
+    assert result.returncode == 2
+    assert re.search(r"^train_gpt.py: .*100", result.stderr), result.stderr

@@ -2,93 +2,65 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from common import text
 
-TEXT = bytes(range(200))  # each byte is its own position
+TEXT = np.arange(200, dtype=np.uint16)  # each token is its own position
+
+
+def as_tokens(letters: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(letters, np.uint8)
 
 
 def test_default_text_is_long_and_the_same_each_time() -> None:
-    loaded = text.load_text(None)
-    assert 400_000 < len(loaded) < 1_000_000
-    assert loaded == text.load_text(None)
+    tokens = text.load_tokens(None)
+    assert tokens.dtype == np.uint8
+    assert 400_000 < len(tokens) < 1_000_000
+    assert tokens.tobytes() == text.load_tokens(None).tobytes()
 
 
-def test_text_from_a_file_is_taken_as_bytes(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"\xff\r\n\x00")
-    assert text.load_text(str(tmp_path / "text")) == b"\xff\r\n\x00"
+def test_default_text_needs_its_vocabulary() -> None:
+    with pytest.raises(ValueError, match=r"tokens must be from 0 to vocab_size - 1, .* and vocab_size=50"):
+        text.load_tokens(None, vocab_size=50)
 
 
-def test_unreadable_text_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^--text must be a file that can be read, got .*gone: No such file"):
-        text.load_text(str(tmp_path / "gone"))
-    with pytest.raises(ValueError, match=r"^--text must be a file that can be read, got .*: Is a directory"):
-        text.load_text(str(tmp_path))
+def test_tokens_come_from_files_and_directories_and_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_bytes(b"abc")
+    assert text.load_tokens(str(tmp_path / "words.txt")).tobytes() == b"abc"
+    assert text.load_tokens(str(tmp_path)).tobytes() == b"abc"
+    with pytest.raises(ValueError, match="tokens must be from 0 to vocab_size - 1, got 99 at position 2"):
+        text.load_tokens(str(tmp_path), vocab_size=99)
+    with pytest.raises(ValueError, match=r"that can be read, got .*gone: No such file"):
+        text.load_tokens(str(tmp_path / "gone"))
 
 
-def test_validation_is_the_tail() -> None:
+def test_validation_is_the_tail_and_no_copy() -> None:
     train, validation = text.split(TEXT, context=8)
-    assert (train, validation) == (TEXT[:180], TEXT[180:])
-
-
-@pytest.mark.parametrize(("length", "context"), [(200, 20), (0, 1), (9, 1)])
-def test_text_shorter_than_a_window_is_refused(length: int, context: int) -> None:
-    rule = "the text must give more than context bytes to training and to validation, got"
-    with pytest.raises(
-        ValueError, match=f"{rule} {length - length // 10} and {length // 10} bytes and context={context}"
-    ):
-        text.split(TEXT[:length], context=context)
+    assert (train.tolist(), validation.tolist()) == (list(range(180)), list(range(180, 200)))
+    assert train.base is validation.base is TEXT
 
 
 def test_shortest_text_that_is_long_enough() -> None:
     _, validation = text.split(TEXT, context=19)
-    ((x, y),) = text.validation_batches(validation, batch=4, context=19)
-    assert x.tolist() == [list(validation[:-1])]
-    assert y.tolist() == [list(validation[1:])]
+    assert len(validation) == 20
 
 
-def test_batch_is_windows_and_what_follows_each_byte() -> None:
-    x, y = text.sample_batch(TEXT, batch=64, context=7, seed=1, step=2)
-    assert x.shape == y.shape == (64, 7)
-    assert x.dtype == y.dtype == np.int64
-    np.testing.assert_array_equal(x, x[:, :1] + np.arange(7))
-    np.testing.assert_array_equal(y, x + 1)
-
-
-def test_batches_reach_both_ends_of_the_text() -> None:
-    x, y = text.sample_batch(TEXT[:10], batch=100, context=7, seed=0, step=0)
-    assert set(x[:, 0].tolist()) == {0, 1, 2}
-    assert y.max() == 9
-
-
-def test_batch_depends_on_seed_and_step_alone() -> None:
-    def starts(seed: int, step: int) -> list[int]:
-        return text.sample_batch(TEXT, batch=32, context=7, seed=seed, step=step)[0][:, 0].tolist()
-
-    assert starts(3, 4) == starts(3, 4)
-    assert starts(3, 4) != starts(3, 5)
-    assert starts(3, 4) != starts(4, 4)
-    assert starts(3, 4) != starts(4, 3)
-    assert starts(2**64 - 1, 0) != starts(0, 0)
-
-
-def test_validation_windows_cover_the_text_once() -> None:
-    batches = list(text.validation_batches(TEXT[:30], batch=2, context=7))
-    assert [len(x) for x, _ in batches] == [2, 2]
-    assert np.concatenate([x.reshape(-1) for x, _ in batches]).tolist() == list(range(28))
-    assert np.concatenate([y.reshape(-1) for _, y in batches]).tolist() == list(range(1, 29))
-
-
-@pytest.mark.parametrize(("length", "sizes"), [(29, [4]), (28, [3]), (50, [4, 3]), (8, [1])])
-def test_validation_batches_are_of_nearly_equal_size(length: int, sizes: list[int]) -> None:
-    assert [len(x) for x, _ in text.validation_batches(TEXT[:length], batch=3, context=7)] == sizes
+@pytest.mark.parametrize(("length", "context"), [(200, 20), (0, 1), (9, 1)])
+def test_text_shorter_than_a_window_is_refused(length: int, context: int) -> None:
+    rule = "the text must give more than context tokens to training and to validation, got"
+    with pytest.raises(
+        ValueError, match=f"{rule} {length - length // 10} and {length // 10} tokens and context={context}"
+    ):
+        text.split(TEXT[:length], context=context)
 
 
 def test_trigram_table_on_the_default_text() -> None:
-    train, validation = text.split(text.load_text(None), context=64)
+    train, validation = text.split(text.load_tokens(None), context=64)
     assert text.trigram_nats(train, validation) == pytest.approx(1.70, abs=0.05)
 
 
@@ -109,4 +81,25 @@ def test_trigram_table_by_hand() -> None:
         return (kept + 0.75 * len(set(after)) * shorter) / len(after)
 
     expected = [-math.log(probability(validation[i : i + 2], validation[i + 2 : i + 3], None)) for i in range(5)]
-    assert text.trigram_nats(train, validation) == pytest.approx(np.mean(expected), rel=1e-12)
+    assert text.trigram_nats(as_tokens(train), as_tokens(validation)) == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("block", [1, 7, 8, 20])
+def test_trigrams_are_counted_across_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, validation = as_tokens(b"abracadabra abracadabra"), as_tokens(b"abrazda")
+    whole = text.trigram_nats(train, validation)
+    monkeypatch.setattr(text, "_BLOCK", block)
+    assert text.trigram_nats(train, validation) == pytest.approx(whole, rel=1e-12)
+
+
+def test_two_bytes_give_a_trigram_table_nothing_to_predict() -> None:
+    assert math.isnan(text.trigram_nats(as_tokens(b"abracadabra"), as_tokens(b"ab")))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64, np.uint64])
+def test_a_trigram_table_is_of_bytes_in_any_dtype(dtype: Any) -> None:
+    train, validation = (as_tokens(letters) for letters in (b"abracadabra", b"abra"))
+    nats = text.trigram_nats(train, validation)
+    assert text.trigram_nats(train.astype(dtype), validation.astype(dtype)) == nats
+    with pytest.raises(ValueError, match="a trigram table is of bytes, got token 256"):
+        text.trigram_nats(train, np.array([255, 256, 97], dtype))

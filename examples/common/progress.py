@@ -1,50 +1,59 @@
 """The view of a run as it goes on."""
 
+from __future__ import annotations
+
 import sys
 import time
 from typing import IO, Self
 
 from tqdm import tqdm
 
-from common.settings import Settings
+NUM_LINES = 20  # at most, where there is no bar
 
 
 class Progress:
-    """Show step, loss, tokens a second and the time left: as a bar or as at most 20 lines, on one rank only.
+    """Show step, loss, speed and the time left, as a bar or as at most 20 lines.
 
-    with Progress(settings, visible=comm.rank == 0) as progress:
-        for step in range(settings.steps):
+    with Progress(first_step, num_steps, look="auto") as progress:
+        for step in range(first_step, num_steps):
             ...
-            progress.update(loss)
+            progress.update(f"loss {loss:.3f}")
+
+    Args:
+        first_step: steps that were done before, by the run that is resumed.
+        num_steps: steps when all is done.
+        look: bar, lines, auto (a bar where the stream is a terminal), or none.
     """
 
-    def __init__(self, settings: Settings, *, visible: bool, stream: IO[str] | None = None) -> None:
+    def __init__(self, first_step: int, num_steps: int, *, look: str, stream: IO[str] | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._visible = visible
-        self._num_steps = settings.steps
-        self._tokens_per_step = settings.batch * settings.context
-        self._step = 0
+        self._look = look
+        self._first_step = first_step
+        self._num_steps = num_steps
+        self._step = first_step
         self._start = time.perf_counter()
         terminal = self._stream.isatty()
+        if look == "auto":
+            self._look = "bar" if terminal else "lines"
         self._bar = tqdm(
-            total=settings.steps,
+            initial=first_step,
+            total=num_steps,
             file=self._stream,
-            disable=not visible or settings.progress == "lines" or (settings.progress == "auto" and not terminal),
+            disable=self._look != "bar",
             bar_format="step {n}/{total} |{bar}| {remaining} left{postfix}",
             ncols=None if terminal else 80,  # behind mpirun's pipe there is a terminal, but nobody to ask its width
         )
 
-    def update(self, loss: float) -> None:
-        """Count one step more, of which `loss` is the loss."""
+    def update(self, words: str) -> None:
+        """Count one step more, of which there is this to say."""
         self._step += 1
-        elapsed = time.perf_counter() - self._start
-        speed = f"loss {loss:.3f}, {self._step * self._tokens_per_step / elapsed:,.0f} tokens/s"
-        self._bar.set_postfix_str(speed, refresh=False)
+        self._bar.set_postfix_str(words, refresh=False)
         self._bar.update()
-        line_is_due = self._step * 20 // self._num_steps > (self._step - 1) * 20 // self._num_steps
-        if self._visible and self._bar.disable and line_is_due:
-            left = tqdm.format_interval(elapsed / self._step * (self._num_steps - self._step))
-            print(f"step {self._step}/{self._num_steps}, {left} left, {speed}", file=self._stream, flush=True)
+        due = self._step * NUM_LINES // self._num_steps > (self._step - 1) * NUM_LINES // self._num_steps
+        if self._look == "lines" and due:
+            seconds_a_step = (time.perf_counter() - self._start) / (self._step - self._first_step)
+            left = tqdm.format_interval(seconds_a_step * (self._num_steps - self._step))
+            print(f"step {self._step}/{self._num_steps}, {left} left, {words}", file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
         return self

@@ -1,173 +1,221 @@
-"""The command line of the examples: every choice is a field of `Settings`, checked before anything starts.
+"""What can be chosen on the command line: each field of a settings class is a flag, `save_every` is --save-every.
 
-A script sets OPENBLAS_NUM_THREADS before its first import, as NumPy reads it once, when it loads.
+Scripts share these classes, so that a flag means the same everywhere. Rules are checked before anything starts.
 """
 
-import argparse
-import math
-import os
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from __future__ import annotations
 
-from common.text import load_text, split
-from distributed.world import launcher_rank
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
 from minigrad.backend import DEVICES
-from pipeline.schedules import SCHEDULES
+from pipeline.schedules import SCHEDULES, Schedule
 
 T = TypeVar("T")
+Rule = tuple[bool, str]  # whether it holds, and what to say if it does not
 
-GRACE_SECONDS = 3.0  # more than ranks that start together differ by, on a busy machine
+
+def flag(default: T, help: str, metavar: str | None = None, *, fixed: bool = False) -> T:
+    """Declare a field together with its flag.
+
+    Args:
+        fixed: what is resumed must have it as it was: a checkpoint fits no other value.
+    """
+    return field(default=default, metadata={"help": help, "metavar": metavar, "fixed": fixed})
 
 
-def flag(default: T, help: str, metavar: str | None = None) -> T:
-    """Declare a field of Settings together with its command-line flag."""
-    return field(default=default, metadata={"help": help, "metavar": metavar})
+def other_default(kind: type, name: str, default: T) -> T:
+    """Declare a field of `kind` again, with another default."""
+    (declared,) = (f for f in fields(kind) if f.name == name)
+    return field(default=default, metadata=declared.metadata)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What can be chosen on the command line: each field is a flag, `bucket_mb` is --bucket-mb."""
+class RunSettings:
+    """What every script can be told."""
 
-    dp: int = flag(1, "data-parallel replicas: each trains on its own sequences, gradients are averaged")
-    pp: int = flag(1, "pipeline stages that the layers of each replica are cut into; dp * pp is the number of ranks")
-    schedule: str = flag("1f1b", "order of a pipeline's forwards and backwards", "{" + ",".join(SCHEDULES) + "}")
-    microbatches: int = flag(4, "parts that a pipeline cuts its batch into; more of them, a smaller bubble")
     steps: int = flag(600, "optimizer steps")
-    batch: int = flag(48, "sequences in a step, over all replicas: the same batch trains the same model in any layout")
-    layers: int = flag(4, "transformer blocks")
-    heads: int = flag(4, "attention heads in each block")
-    width: int = flag(128, "features of each token; a multiple of --heads")
-    context: int = flag(64, "bytes that the model sees at a time")
-    dropout: float = flag(0.0, "share of activations dropped in training, from 0 to below 1", "P")
+    batch: int = flag(48, "samples in a step, over all ranks: the same batch trains the same model in any layout")
     lr: float = flag(3e-3, "peak learning rate", "RATE")
-    seed: int = flag(0, "start of all random numbers; the same seed gives the same run")
-    text: str | None = flag(
-        None, "file to learn, as bytes (default: the reference text that comes with Python)", "FILE"
+    seed: int = flag(0, "start of all random numbers; the same seed gives the same run", fixed=True)
+    run: str | None = flag(None, "folder for all that the run leaves (default: a new one in runs/)", "FOLDER")
+    resume: str | None = flag(
+        None,
+        "auto goes on with the run in --run, or with the newest one; flags that are not given are as they were. "
+        "A checkpoint's folder goes on from there",
+        "{auto,FOLDER}",
     )
-    device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", "{cpu,cuda}")
-    dtype: str = flag("float32", "of parameters and activations", "{float32,float64}")
-    bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
+    save_every: int = flag(100, "steps between two checkpoints; the last step is always saved")
+    keep: int = flag(3, "checkpoints that stay")
     progress: str = flag("auto", "auto is a bar where stderr is a terminal; mpirun hides terminals", "{auto,bar,lines}")
-    trace: str | None = flag(None, "file for a timeline of the last step, which ui.perfetto.dev shows", "FILE")
+    quiet: bool = flag(False, "say nothing but errors")
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        """Yield what must hold on so many ranks; a rule may rely on those before it."""
+        yield from (self._at_least_1(name) for name in ("steps", "batch", "save_every", "keep"))
+        yield self._one_of("progress", ("auto", "bar", "lines"))
+        yield 0 < self.lr < math.inf, f"--lr must be above 0 and finite, got {self.lr}"
+        yield 0 <= self.seed < 2**64, f"--seed must be from 0 to 2**64 - 1, got {self.seed}"
+
+    def _at_least_1(self, name: str) -> Rule:
+        value = getattr(self, name)
+        return value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}"
+
+    def _one_of(self, name: str, choices: tuple[str, ...]) -> Rule:
+        value = getattr(self, name)
+        return value in choices, f"--{name} must be one of {', '.join(choices)}, got {value}"
+
+
+@dataclass(frozen=True)
+class ReplicaSettings(RunSettings):
+    """Of a script whose ranks are all replicas: each needs a sample."""
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        enough = f"--batch must hold a sample for each of {world_size} ranks, got {self.batch}"
+        yield self.batch >= world_size, enough
+
+
+@dataclass(frozen=True)
+class DigitsSettings(ReplicaSettings):
+    """Of a small network on handwritten digits."""
+
+    hidden: int = flag(256, "features between the two layers", fixed=True)
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        yield self._at_least_1("hidden")
+
+
+@dataclass(frozen=True)
+class GPTSettings(RunSettings):
+    """Of a GPT on text, small enough to learn something in a minute."""
+
+    layers: int = flag(4, "transformer blocks", fixed=True)
+    heads: int = flag(4, "attention heads in each block", fixed=True)
+    width: int = flag(64, "features of each token; a multiple of --heads", fixed=True)
+    context: int = flag(64, "tokens that the model sees at a time", fixed=True)
+    text: str | None = flag(
+        None,
+        "what to learn: a file or a folder of files, as bytes, or tokens of your own as .npy "
+        "(default: the reference text that comes with Python)",
+        "PATH",
+        fixed=True,
+    )
+    vocab: int = flag(256, "number of different tokens; bytes are 256", fixed=True)
+    dtype: str = flag("float32", "of parameters and activations", "{float32,float64}", fixed=True)
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        yield from (self._at_least_1(name) for name in ("layers", "heads", "width", "context", "vocab"))
+        yield self._one_of("dtype", ("float32", "float64"))
+        multiple = f"--width must be a multiple of --heads, got {self.width} and {self.heads}"
+        yield self.width % self.heads == 0, multiple
+
+
+@dataclass(frozen=True)
+class GPTSingleSettings(GPTSettings):
+    """Of a GPT in one process."""
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        yield world_size == 1, f"this script is for one process, got {world_size} ranks"
+
+
+@dataclass(frozen=True)
+class GPTReplicaSettings(GPTSettings, ReplicaSettings):
+    """Of a GPT whose ranks are all replicas."""
+
+
+@dataclass(frozen=True)
+class PipelineSettings(GPTSettings):
+    """Of a GPT whose ranks are all one pipeline."""
+
+    microbatches: int = flag(4, "parts that a pipeline cuts its batch into; more of them, a smaller bubble")
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a replica's batch."""
+        return self.microbatches
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        yield self._at_least_1("microbatches")
+        enough = f"--batch must hold a sample for each of {self.num_microbatches} micro-batches, got {self.batch}"
+        yield self.num_microbatches <= self.batch, enough
+
+    def fits(self, schedule: Schedule, num_ranks: int) -> Rule:
+        """Return whether the model and its micro-batches fit a schedule on so many ranks."""
+        num_stages = schedule.num_stages(num_ranks)
+        if num_stages > self.layers:
+            blocks = f"got {self.layers} for the {num_stages} stages of {schedule.name} on {num_ranks} ranks"
+            return False, f"--layers must give each stage a block, {blocks}"
+        try:
+            schedule.orders(num_ranks, self.num_microbatches)
+        except ValueError as rule:
+            return False, str(rule)
+        return True, ""
+
+
+@dataclass(frozen=True)
+class ScheduleSettings(PipelineSettings):
+    """Of a pipeline by a schedule that has a name."""
+
+    schedule: str = flag("1f1b", "order of a pipeline's forwards and backwards", "{" + ",".join(SCHEDULES) + "}")
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        yield self._one_of("schedule", tuple(SCHEDULES))
+        yield self.fits(SCHEDULES[self.schedule], world_size)
+
+
+@dataclass(frozen=True)
+class HybridSettings(ScheduleSettings):
+    """Of a GPT in replicas that are pipelines."""
+
+    dp: int = flag(1, "data-parallel replicas: each trains on its own samples, gradients are averaged")
+    pp: int = flag(1, "pipeline stages that the layers of each replica are cut into; dp * pp is the number of ranks")
 
     @property
     def num_microbatches(self) -> int:
         """Parts of a replica's batch: without a pipeline there is nothing to gain from cutting it."""
         return self.microbatches if self.pp > 1 else 1
 
-    def rows(self, dp_rank: int) -> slice:
-        """Rows of the batch that belong to one replica: consecutive, as equal in number as can be."""
-        return slice(dp_rank * self.batch // self.dp, (dp_rank + 1) * self.batch // self.dp)
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from (self._at_least_1(name) for name in ("dp", "pp"))
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        product = f"dp * pp must equal the number of ranks, got dp={self.dp}, pp={self.pp} and {ranks}"
+        yield self.dp * self.pp == world_size, product
+        yield from super().rules(self.pp)
+        num_parts = self.dp * self.num_microbatches
+        parts = f"got {self.batch} for {self.dp} * {self.num_microbatches}"
+        yield num_parts <= self.batch, f"--batch must hold a sample for each of the dp * microbatches parts, {parts}"
 
 
-COUNTS = ("dp", "pp", "microbatches", "steps", "batch", "layers", "heads", "width", "context")
-CHOICES = {
-    "schedule": tuple(SCHEDULES),
-    "device": DEVICES,
-    "dtype": ("float32", "float64"),
-    "progress": ("auto", "bar", "lines"),
-}
+@dataclass(frozen=True)
+class LayoutSettings(HybridSettings):
+    """Of the full script: a larger GPT in any layout, on any device."""
+
+    width: int = other_default(GPTSettings, "width", 128)
+    dropout: float = flag(0.0, "share of activations dropped in training, from 0 to below 1", "P")
+    bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
+    device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", "{cpu,cuda}")
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        yield 0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, got {self.dropout}"
+        yield 0 < self.bucket_mb < math.inf, f"--bucket-mb must be above 0 and finite, got {self.bucket_mb}"
+        yield self._one_of("device", DEVICES)
 
 
-def check(settings: Settings, world_size: int) -> None:
+def check(settings: RunSettings, world_size: int) -> None:
     """Check that the settings fit each other and the number of ranks.
 
     Raises:
         ValueError: the first rule that is broken, with the values that break it.
     """
-    s = settings
-    for name in COUNTS:
-        if getattr(s, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(s, name)}")
-    for name, choices in CHOICES.items():
-        if getattr(s, name) not in choices:
-            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(s, name)}")
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    rules = [
-        (s.dp * s.pp == world_size, f"dp * pp must equal the number of ranks, got dp={s.dp}, pp={s.pp} and {ranks}"),
-        (s.pp <= s.layers, f"--pp must be at most --layers, got {s.pp} and {s.layers}"),
-        (
-            s.dp * s.num_microbatches <= s.batch,
-            f"--batch must hold a sequence for each of the dp * microbatches parts, "
-            f"got {s.batch} for {s.dp} * {s.num_microbatches}",
-        ),
-        (s.width % s.heads == 0, f"--width must be a multiple of --heads, got {s.width} and {s.heads}"),
-        (0 <= s.dropout < 1, f"--dropout must be at least 0 and below 1, got {s.dropout}"),
-        (0 < s.lr < math.inf, f"--lr must be above 0 and finite, got {s.lr}"),
-        (0 <= s.seed < 2**64, f"--seed must be from 0 to 2**64 - 1, got {s.seed}"),
-        (0 < s.bucket_mb < math.inf, f"--bucket-mb must be above 0 and finite, got {s.bucket_mb}"),
-    ]
-    for holds, rule in rules:
+    for holds, rule in settings.rules(world_size):
         if not holds:
             raise ValueError(rule)
-
-
-def launcher_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Tell how many ranks the launcher started, before MPI is loaded: 1 without a launcher."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):  # Open MPI; MPICH and Intel MPI; srun
-        if name in environ:
-            return int(environ[name])
-    return 1
-
-
-def read_settings(description: str, argv: Sequence[str] | None = None) -> Settings:
-    """Read and check the command line; end the run with one line and exit code 2 if something is wrong with it."""
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    for f in fields(Settings):
-        parser.add_argument(
-            f"--{f.name.replace('_', '-')}",
-            type=str if f.default is None else type(f.default),
-            default=f.default,
-            metavar=f.metadata["metavar"] or "N",
-            help=f.metadata["help"] + ("" if f.default is None else " (default: %(default)s)"),
-        )
-    settings = Settings(**vars(parser.parse_args(argv)))
-    try:
-        check(settings, launcher_size())
-    except ValueError as error:
-        fail(str(error))
-    return settings
-
-
-def read_text(settings: Settings) -> tuple[bytes, bytes]:
-    """Load the text and split it into training and validation; end the run with one line if that cannot be done."""
-    try:
-        return split(load_text(settings.text), context=settings.context)
-    except ValueError as error:
-        fail(str(error), everywhere=False)
-
-
-def fail(message: str, *, everywhere: bool = True) -> NoReturn:
-    """End the run with one line on stderr and exit code 2.
-
-    Rank 0 speaks for all. A launcher ends a job, unread output included, when its first process fails, so the others
-    wait to be ended and leave by themselves only where the launcher lets them.
-
-    Args:
-        everywhere: all ranks are known to fail alike. False: a rank that is still there after its wait may be
-            the only one that fails (a file that only its host lacks), and says so itself.
-    """
-    rank = launcher_rank()
-    line = f"{Path(sys.argv[0]).name}: {message}"
-    if rank == 0:
-        print(line, file=sys.stderr, flush=True)
-    else:
-        time.sleep(GRACE_SECONDS)
-        if not everywhere:
-            print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says things once, though every rank reads the same command line."""
-
-    def print_help(self, file: Any = None) -> None:
-        if launcher_rank() == 0:
-            super().print_help(file)
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)

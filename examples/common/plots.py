@@ -1,0 +1,188 @@
+"""Pictures of a run, from the `metrics.jsonl` that it wrote: one JSON object a line, with the numbers of one step.
+
+    {"step": 7, "loss": 2.41, "seconds": 0.062, "exposed_comm_seconds": 0.004, "tokens_per_second": 49500.0}
+
+Only `step` is compulsory: a picture whose numbers are missing is not drawn. It needs matplotlib, but neither a display
+nor matplotlib's global state, so that a training script may draw as it ends.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minigrad.files import whole
+
+Numbers = NDArray[np.float64]
+Metrics = Sequence[dict[str, Any]]
+
+INCHES, DOTS_PER_INCH = (8, 5), 100
+INK, MUTED, RULE, LINE, POINT = "#1f2933", "#616e7c", "#e4e7eb", "#2563ab", "#d9661f"
+LONGEST_LINE = 2000  # points of the smooth line: more than a picture has columns
+
+
+class Curve(NamedTuple):
+    """A number over the steps of a run."""
+
+    steps: Numbers
+    values: Numbers
+
+
+class Plot(NamedTuple):
+    """What one picture shows.
+
+    Attributes:
+        title: what one sees in it.
+        axis: what the values are, with their unit.
+        curve: one value a step.
+        points: measured now and then, for validation.
+        from_zero: whether the axis begins at 0.
+        percent: whether the values are percentages.
+    """
+
+    name: str
+    title: str
+    axis: str
+    curve: Curve
+    points: Curve | None = None
+    from_zero: bool = True
+    percent: bool = False
+
+
+def draw_plots(folder: str | PathLike[str], *, loss_unit: str = "nats a byte") -> list[Path]:
+    """Draw loss, throughput and exposed communication of the run in `folder`, as PNG files beside its metrics.jsonl.
+
+    Returns:
+        The files; those of them that this run has numbers for.
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: see read_metrics.
+    """
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib")
+    folder = Path(folder)
+    return [_draw(plot, folder) for plot in plots(read_metrics(folder / "metrics.jsonl"), loss_unit)]
+
+
+def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Read the numbers of a run, in order of steps.
+
+    A run that was resumed writes some steps twice: the later line holds. A line without its newline, which a kill left
+    behind, is left out.
+
+    Raises:
+        ValueError: a line is no JSON object with a step.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    *lines, _ = Path(path).read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            by_step[row["step"]] = by_step.get(row["step"], {}) | row
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"each line of metrics must be a JSON object with a step, got {line[:60]!r} in line {number} of {path}"
+            ) from error
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def plots(metrics: Metrics, loss_unit: str) -> Iterator[Plot]:
+    """Choose what to show of a run, and say in each title what it shows."""
+    loss, validation = curve_of(metrics, "loss"), curve_of(metrics, "validation_loss")
+    if len(loss.steps):
+        title = f"Loss goes from {loss.values[0]:.2f} to {smooth(loss).values[-1]:.2f} {loss_unit}"
+        if len(validation.steps):
+            title += f", validation {validation.values[-1]:.2f}"
+        yield Plot("loss", title, f"loss, {loss_unit}", loss, validation, from_zero=False)
+
+    speeds = [key for row in metrics for key in row if key.endswith("_per_second") and row[key] is not None]
+    if speeds:
+        speed, unit = curve_of(metrics, speeds[0]), speeds[0].replace("_per_", " a ")
+        median = float(f"{np.median(speed.values):.3g}")
+        yield Plot("throughput", f"{median:,.10g} {unit} in a median step", unit, speed)
+
+    both = [row for row in metrics if row.get("seconds") and row.get("exposed_comm_seconds") is not None]
+    waited, seconds = curve_of(both, "exposed_comm_seconds"), curve_of(both, "seconds")
+    if len(waited.steps):
+        share = Curve(waited.steps, 100 * waited.values / seconds.values)
+        title = f"{np.median(share.values):.1f}% of a median step is spent waiting for other ranks"
+        yield Plot("exposed_communication", title, "share of a step's time", share, percent=True)
+
+
+def curve_of(metrics: Metrics, key: str) -> Curve:
+    """Return the values of a key, where there are any."""
+    rows = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
+    steps, values = np.array(rows, np.float64).reshape(-1, 2).T
+    return Curve(steps, values)
+
+
+def smooth(curve: Curve) -> Curve:
+    """Return the running median over a twenty-fifth of the run, at no more points than a picture can show.
+
+    The window is centred, and cut off where it would reach beyond the run.
+    """
+    length = len(curve.steps)
+    places = np.unique(np.linspace(0, length - 1, min(length, LONGEST_LINE)).astype(int))
+    half = length // 50
+    medians = [np.median(curve.values[max(0, place - half) : place + half + 1]) for place in places]
+    return Curve(curve.steps[places], np.array(medians))
+
+
+def limits(plot: Plot, line: Curve) -> tuple[float, float]:
+    """Return the ends of the axis: all but single outliers lie between them, infinities outside."""
+    curves = [plot.curve, line] + ([plot.points] if plot.points is not None else [])
+    values, *shown = (curve.values[np.isfinite(curve.values)] for curve in curves)
+    if not len(values):
+        return 0.0, 1.0
+    high = max(np.percentile(values, 95), *np.concatenate(shown))
+    if plot.from_zero:
+        return 0.0, 1.05 * high or 1.0
+    low, high = min(values.min(), *np.concatenate(shown)), max(high, values[0])
+    margin = 0.05 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+def _draw(plot: Plot, folder: Path) -> Path:
+    """Draw each step faintly, the running median boldly over it, and what was measured now and then as points."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    axes = figure.add_subplot()
+    line = smooth(plot.curve)
+    axes.plot(*plot.curve, color=LINE, alpha=0.4, linewidth=0.8, label="each step")
+    axes.plot(*line, color=LINE, linewidth=2.2, label="running median")
+    if plot.points is not None and len(plot.points.steps):
+        axes.plot(*plot.points, "o-", color=POINT, linewidth=1.2, markersize=5, label="validation")
+    axes.set_ylim(limits(plot, line))
+
+    axes.set_title(plot.title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=30)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1.02),
+        ncols=3,
+        frameon=False,
+        labelcolor=MUTED,
+        borderpad=0,
+        borderaxespad=0,
+    )
+    axes.set_xlabel("step", color=MUTED, fontsize=11)
+    axes.set_ylabel(plot.axis, color=MUTED, fontsize=11)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,.10g}%" if plot.percent else "{x:,.10g}")
+    axes.tick_params(colors=MUTED, labelsize=10)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    path = folder / f"{plot.name}.png"
+    with whole(path) as unfinished:
+        FigureCanvasAgg(figure).print_png(unfinished, metadata={"Software": None})
+    return path

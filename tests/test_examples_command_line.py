@@ -1,0 +1,175 @@
+"""The command line of the example scripts: what is read, from where, and who says what is wrong."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from common.command_line import find_run, launcher_size, read_saved, read_settings, said
+from common.settings import LayoutSettings, RunSettings
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+        ({"PMI_SIZE": "4"}, 4),
+        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_NTASKS": "7"}, 5),
+        ({"SLURM_NTASKS": "7"}, 1),
+    ],
+)
+def test_launcher_size(environ: dict[str, str], size: int) -> None:
+    assert launcher_size(environ) == size
+
+
+def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that reads its settings and its text, as Open MPI would start it."""
+    program = (
+        "import sys; from common import command_line; from common.settings import LayoutSettings; "
+        "from common.text import load_tokens; command_line.GRACE_SECONDS = 0.0; sys.argv[0] = 'train.py'; "
+        "settings = command_line.read_settings(LayoutSettings, 'Teaches.'); "
+        "command_line.or_fail(lambda: load_tokens(settings.text)); print('ready')"
+    )
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+    }
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--dp 3", "dp * pp must equal the number of ranks, got dp=3, pp=1 and 2 ranks"),
+        ("--dp 2 --steps many", "argument --steps: invalid int value: 'many'"),
+        ("--dp 2 --step 3", "unrecognized arguments: --step 3"),
+    ],
+)
+def test_wrong_command_line_is_one_line_from_one_rank(arguments: str, line: str) -> None:
+    for rank, expected in ((0, f"train.py: {line}\n"), (1, "")):
+        result = run_as_rank(rank, 2, *arguments.split())
+        assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
+
+
+def test_unreadable_text_is_one_line_and_a_lone_rank_says_so_too() -> None:
+    line = "train.py: tokens must be a file or directory that can be read, got gone: No such file or directory\n"
+    for rank, expected in ((0, line), (1, f"[rank 1] {line}")):
+        result = run_as_rank(rank, 2, "--dp", "2", "--text", "gone")
+        assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
+
+
+def test_help_teaches_every_flag_once() -> None:
+    result = run_as_rank(0, 2, "--help")
+    assert result.returncode == 0
+    assert "Teaches." in result.stdout
+    for f in fields(LayoutSettings):
+        assert result.stdout.count(f"\n  --{f.name.replace('_', '-')} ") == 1
+    result = run_as_rank(1, 2, "--help")
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_right_command_line_goes_on() -> None:
+    result = run_as_rank(1, 4, "--dp", "2", "--pp", "2")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "ready\n", "")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs in runs/: an older and a newer one of `train`, and a newest one that never saved its settings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["examples/train.py"])
+    for name, layers in (("train-1", 5), ("train-2", 6)):
+        folder = Path("runs") / name
+        (folder / "checkpoints" / "step-00000007").mkdir(parents=True)
+        (folder / "checkpoints" / "step-00000007" / "manifest.json").touch()
+        (folder / "settings.json").write_text(said(LayoutSettings(layers=layers, lr=0.25, run=str(folder))))
+    Path("runs/train-3").mkdir()
+    return Path("runs")
+
+
+def test_settings_are_saved_and_read_back(runs: Path) -> None:
+    saved = read_saved(runs / "train-1", "train", LayoutSettings)
+    assert LayoutSettings(**saved) == LayoutSettings(layers=5, lr=0.25, run="runs/train-1")
+    assert "layers" not in read_saved(runs / "train-1", "train", RunSettings)
+
+
+@pytest.mark.parametrize(
+    ("run", "resume", "found"),
+    [
+        (None, None, None),
+        ("runs/other", None, None),
+        (None, "auto", "runs/train-2"),
+        ("runs/train-1", "auto", "runs/train-1"),
+        ("runs/train-3", "auto", None),
+        ("runs/other", "auto", None),
+        (None, "runs/train-1/checkpoints/step-00000007", "runs/train-1"),
+        ("runs/other", "runs/train-1/checkpoints/step-00000007", "runs/train-1"),
+    ],
+)
+def test_which_run_goes_on(runs: Path, run: str | None, resume: str | None, found: str | None) -> None:
+    folder = find_run("train", run, resume)
+    assert (folder and folder.resolve()) == (found and Path(found).resolve())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run", "layers", "lr"),
+    [
+        ("--resume auto", "runs/train-2", 6, 0.25),
+        ("--resume auto --lr 0.5 --layers 6", "runs/train-2", 6, 0.5),
+        ("--resume auto --run runs/train-1", "runs/train-1", 5, 0.25),
+        ("--resume auto --run runs/other", "runs/other", 4, 3e-3),
+        ("--resume runs/train-1/checkpoints/step-00000007 --run runs/other", "runs/other", 5, 0.25),
+    ],
+)
+def test_what_is_resumed_has_its_old_settings(runs: Path, arguments: str, run: str, layers: int, lr: float) -> None:
+    settings = read_settings(LayoutSettings, "", arguments.split())
+    assert (settings.run, settings.layers, settings.lr) == (run, layers, lr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            "--run runs/train-1",
+            "--run runs/train-1 holds a run: go on with it by --resume auto, or name another folder",
+        ),
+        (
+            "--resume auto --layers 9",
+            "--layers cannot change when a run is resumed: it was 6 in runs/train-2, got 9",
+        ),
+        ("--resume runs/train-1", "--resume must be auto or the folder of a checkpoint, got runs/train-1"),
+        (
+            "--resume runs/train-1/checkpoints/step-00000007 --run runs/train-2",
+            "--run runs/train-2 holds a run: go on with it by --resume auto, or name another folder",
+        ),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_line(
+    runs: Path, arguments: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        read_settings(LayoutSettings, "", arguments.split())
+    assert capsys.readouterr().err == f"train.py: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "cannot be read from runs/train-1/settings.json"),
+        ("{}", "cannot be read from runs/train-1/settings.json"),
+        ('{"script": "other", "settings": {}}', "runs/train-1 is a run of other, not of train"),
+    ],
+)
+def test_settings_that_are_torn_or_foreign_are_refused(runs: Path, content: str, reason: str) -> None:
+    (runs / "train-1" / "settings.json").write_text(content)
+    with pytest.raises(ValueError, match=reason):
+        read_saved(runs / "train-1", "train", LayoutSettings)

@@ -1,0 +1,174 @@
+"""A run as its folder tells it: metrics, checkpoints, summary, plots; ended early and gone on with."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common import run as run_module
+from common.run import Run
+from common.settings import RunSettings
+from distributed import Communicator, LocalWorld, SoloCommunicator
+from distributed.data import Sampler
+from distributed.stop import StopRequest
+from minigrad import backward
+from minigrad.nn import Linear, ParamGetter
+from minigrad.optim import SGD, Optimizer
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(settings: RunSettings, comm: Communicator | None = None, *, stop_at: int = -1) -> Run:
+    """Fit a line, one sample a step; ask for an early end in the step `stop_at`."""
+    comm = comm or SoloCommunicator()
+    model = Linear(ParamGetter(dtype=np.float64), 2, 1)
+    optimizer = Optimizer(model.parameters(), SGD(lambda step: 0.1 / (1 + step), momentum=0.9))
+    sampler = Sampler(5, batch_size=settings.batch, seed=settings.seed)
+    run = Run(settings, comm)
+    for step in run.steps(model, optimizer, sampler):
+        x = np.array([[sampler.next()[0] / 5, 1.0]])
+        optimizer.zero_grad()
+        loss = ((model(x) - 3 * x[:, :1]) ** 2).mean()
+        backward(loss)
+        optimizer.step()
+        run.log(loss.item(), rows=float(x[0, 0]))
+        if step == stop_at:
+            run_module.signal_of_the_test()  # type: ignore[attr-defined]
+    if not run.stopped:
+        run.end(accuracy=0.5)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run's stop request be asked as a signal would ask it."""
+
+    class Remembered(StopRequest):
+        def __enter__(self) -> StopRequest:
+            monkeypatch.setattr(run_module, "signal_of_the_test", self.request, raising=False)
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(run_module, "StopRequest", Remembered)
+
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+SETTINGS = RunSettings(steps=NUM_STEPS, batch=1, run="run", save_every=2, keep=2, quiet=True)
+
+
+def test_a_run_leaves_all_that_it_says(capfd: pytest.CaptureFixture[str]) -> None:
+    run = train(replace(SETTINGS, run=None, quiet=False))
+    assert run.folder.parent == Path("runs")
+    names = sorted(path.name for path in run.folder.iterdir())
+    plots = ["exposed_communication.png", "loss.png", "throughput.png"]
+    assert names == sorted(["checkpoints", "metrics.jsonl", "settings.json", "summary.json", *plots])
+    kept = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert kept == ["latest", "step-00000004", "step-00000006"]
+    out, err = capfd.readouterr()
+    assert out.startswith("1 rank, no MPI")
+    assert f"{run.folder}: to save and end this run early, kill -TERM " in out
+    assert f"{NUM_STEPS} steps in 0 s" in out
+    assert err.splitlines()[-1].startswith(f"step {NUM_STEPS}/{NUM_STEPS}, ")
+
+
+def test_metrics_and_summary() -> None:
+    run = train(SETTINGS)
+    found = lines(run)
+    assert [line["step"] for line in found] == list(range(NUM_STEPS))
+    assert [line["learning_rate"] for line in found] == [0.1 / (1 + step) for step in range(NUM_STEPS)]
+    assert all(line["seconds"] > 0 and line["exposed_comm_seconds"] == 0 for line in found)
+    assert all(line["samples_per_second"] * line["seconds"] == pytest.approx(1) for line in found)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["accuracy"], summary["loss"]) == (NUM_STEPS, 0.5, found[-1]["loss"])
+
+
+def test_quiet_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    train(SETTINGS)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("stop_at", range(NUM_STEPS - 1))
+def test_ended_early_and_gone_on_with_equals_undisturbed(stop_at: int, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = lines(train(replace(SETTINGS, run="undisturbed")))
+    run = train(replace(SETTINGS, quiet=False), stop_at=stop_at)
+    assert run.stopped
+    assert f"stopped after step {stop_at + 1} as asked" in capfd.readouterr().out
+    assert not (run.folder / "summary.json").exists()
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "loss": 0.0}\n{"step": 100, "lo')  # steps after the last checkpoint, the last one torn
+    train(replace(SETTINGS, resume="auto"))
+    for line, right in zip(lines(run), expected, strict=True):
+        assert [line[key] for key in ("step", "loss", "rows", "learning_rate")] == [
+            right[key] for key in ("step", "loss", "rows", "learning_rate")
+        ]
+
+
+def test_a_signal_in_the_last_step_is_the_end_as_it_is() -> None:
+    assert not train(SETTINGS, stop_at=NUM_STEPS - 1).stopped
+
+
+def test_nothing_to_resume_starts_anew(capfd: pytest.CaptureFixture[str]) -> None:
+    run = train(replace(SETTINGS, resume="auto", quiet=False))
+    assert "nothing to resume yet: starts at step 0" in capfd.readouterr().out
+    assert len(lines(run)) == NUM_STEPS
+
+
+def test_a_torn_checkpoint_is_passed_over_aloud(capfd: pytest.CaptureFixture[str]) -> None:
+    run = train(SETTINGS)
+    (run.folder / "checkpoints" / "step-00000006" / "manifest.json").write_text("{")
+    train(replace(SETTINGS, resume="auto", quiet=False))
+    out = capfd.readouterr().out
+    assert "passed over run/checkpoints/step-00000006: " in out
+    assert "goes on after step 4 of run/checkpoints/step-00000004, learning rate 0.02" in out
+    assert len(lines(run)) == NUM_STEPS
+
+
+def test_a_run_that_is_longer_than_asked_for_is_refused(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(SETTINGS)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train(replace(SETTINGS, resume="auto", steps=5))
+    assert "--steps must be at least the 6 that are done, got 5" in capfd.readouterr().err
+
+
+def test_where_no_checkpoint_is_good_it_says_why_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    run = train(SETTINGS)
+    for manifest in run.folder.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train(replace(SETTINGS, resume="auto"))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.count("manifest.json") == 2
+
+
+def test_a_step_that_logs_nothing_is_an_error() -> None:
+    model = Linear(ParamGetter(), 2, 1)
+    run = Run(SETTINGS, SoloCommunicator())
+    steps = run.steps(model, Optimizer(model.parameters(), SGD(0.1)), Sampler(5, batch_size=1, seed=0))
+    next(steps)
+    with pytest.raises(RuntimeError, match="every step logs its loss"):
+        next(steps)
+
+
+def test_ranks_share_a_folder_and_stop_together() -> None:
+    def program(comm: Communicator) -> tuple[Path, bool]:
+        run = train(replace(SETTINGS, run=None), comm, stop_at=3)
+        return run.folder, run.stopped
+
+    (folder, stopped), *others = LocalWorld(2).run(program)
+    assert stopped
+    assert others == [(folder, True)]
+    assert (folder / "checkpoints" / "latest").read_text() == "step-00000004\n"
