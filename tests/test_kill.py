@@ -23,6 +23,7 @@ LAYOUTS = {
     "zbv": "--dp 1 --pp 2 --schedule zbv --microbatches 4",
 }
 LIMIT_SECONDS = 60.0
+LAUNCHER_SECONDS = 15.0  # that it may take to start its ranks, or to see that they are gone
 
 pytestmark = [needs_mpirun, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
 
@@ -47,13 +48,21 @@ class Job:
         )
 
     def wait(self) -> int:
-        status = self.process.wait(LIMIT_SECONDS)
+        """Wait for the end of all processes; return what the launcher says."""
         deadline = time.monotonic() + LIMIT_SECONDS
-        while list(self.ranks()) and time.monotonic() < deadline:
+        last_seen = time.monotonic()
+        while self.process.poll() is None:
+            if any(True for _ in self.ranks()):
+                last_seen = time.monotonic()
+            elif time.monotonic() > last_seen + LAUNCHER_SECONDS:
+                self.process.kill()  # Open MPI's may wait for ever for one that died while another came up
+            assert time.monotonic() < deadline, "ranks live on after the death of another"
             time.sleep(0.01)
-        assert not list(self.ranks()), "ranks live on after their launcher"
+        while list(self.ranks()):
+            assert time.monotonic() < deadline, "ranks live on after their launcher"
+            time.sleep(0.01)
         self._log.close()
-        return status
+        return self.process.returncode
 
     def ranks(self) -> Iterator[int]:
         """Yield the processes of the ranks that are alive."""

@@ -93,6 +93,7 @@ class DigitsSettings(ReplicaSettings):
 class GPTSettings(RunSettings):
     """Of a GPT on text, small enough to learn something in a minute."""
 
+    lr: float = other_default(RunSettings, "lr", 1e-3)  # no warmup: at 3e-3 rounding grows until layouts differ
     layers: int = flag(4, "transformer blocks", fixed=True)
     heads: int = flag(4, "attention heads in each block", fixed=True)
     width: int = flag(64, "features of each token; a multiple of --heads", fixed=True)
@@ -198,6 +199,7 @@ class HybridSettings(ScheduleSettings):
 class LayoutSettings(HybridSettings):
     """Of the full script: a larger GPT in any layout, on any device."""
 
+    lr: float = other_default(RunSettings, "lr", 3e-3)
     width: int = other_default(GPTSettings, "width", 128)
     dropout: float = flag(0.0, "share of activations dropped in training, from 0 to below 1", "P")
     bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
