@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.command_line import find_run, launcher_size, read_saved, read_settings, said
+from common.command_line import find_run, launcher_size, read_saved, read_settings, settings_json
 from common.settings import LayoutSettings, RunSettings
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = Path("runs") / name
         (folder / "checkpoints" / "step-00000007").mkdir(parents=True)
         (folder / "checkpoints" / "step-00000007" / "manifest.json").touch()
-        (folder / "settings.json").write_text(said(LayoutSettings(layers=layers, lr=0.25, run=str(folder))))
+        (folder / "settings.json").write_text(settings_json(LayoutSettings(layers=layers, lr=0.25, run=str(folder))))
     Path("runs/train-3").mkdir()
     return Path("runs")
 

@@ -94,6 +94,22 @@ def test_metrics_and_summary() -> None:
     assert (summary["steps"], summary["accuracy"], summary["loss"]) == (NUM_STEPS, 0.5, found[-1]["loss"])
 
 
+def test_the_summary_counts_the_steps_before_a_resume() -> None:
+    train(SETTINGS, stop_at=2)
+    run = train(replace(SETTINGS, resume="auto"))
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["steps"] == NUM_STEPS
+    assert summary["seconds"] == pytest.approx(sum(line["seconds"] for line in lines(run)))
+    assert summary["samples_per_second"] == pytest.approx(NUM_STEPS / summary["seconds"])
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("run").write_text("a file")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train(SETTINGS)
+    assert "--run must be a folder that can be written to, got run: File exists" in capfd.readouterr().err
+
+
 def test_quiet_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     train(SETTINGS)
     assert capfd.readouterr() == ("", "")

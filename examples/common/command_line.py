@@ -89,7 +89,7 @@ def read_saved(folder: Path, script: str, kind: type[RunSettings]) -> dict[str, 
     return {f.name: settings[f.name] for f in fields(kind) if f.name in settings}
 
 
-def said(settings: RunSettings) -> str:
+def settings_json(settings: RunSettings) -> str:
     """Return what `read_saved` reads."""
     return json.dumps({"script": Path(sys.argv[0]).stem, "settings": asdict(settings)}, indent=2) + "\n"
 

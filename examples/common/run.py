@@ -23,7 +23,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from common.command_line import CHECKPOINTS, RUNS, SETTINGS_FILE, fail, said
+from common.command_line import CHECKPOINTS, RUNS, SETTINGS_FILE, fail, settings_json
 from common.plots import draw_plots, read_metrics
 from common.progress import Progress
 from common.settings import RunSettings
@@ -85,17 +85,12 @@ class Run:
         self._samples_per_step = settings.batch * size
         self._loss_unit = loss_unit
         self._line: dict[str, Any] = {}  # of the step under way
-        self._losses: list[float] = []
-        self._seconds = self._waited = 0.0
         new = RUNS / f"{Path(sys.argv[0]).stem}-{datetime.now():%Y%m%d-%H%M%S}"
         self.folder: Path = comm.gather_objects(Path(settings.run) if settings.run else new)[0]
-        start_line = describe(comm, device=device)
-        if comm.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with whole(self.folder / SETTINGS_FILE) as path:
-                path.write_text(said(settings))
-            (self.folder / PID).write_text(f"{os.getpid()}\n")
-        self.say(start_line)
+        fault = comm.gather_objects(self._open_folder())[0]
+        if fault is not None:
+            fail(fault)
+        self.say(describe(comm, device=device))
         self.say(f"{self.folder}: to save and end this run early, kill -TERM {os.getpid()}")
 
     def say(self, words: str) -> None:
@@ -118,6 +113,7 @@ class Run:
             StopRequest(self._comm) as stop,
             Progress(first, settings.steps, look=look) as progress,
         ):
+            seconds = 0.0
             for step in range(first, settings.steps):
                 start, waited = time.perf_counter(), self._comm.waited_seconds
                 self._line = {"step": step, "learning_rate": optimizer.lr}
@@ -125,9 +121,10 @@ class Run:
                 line = self._measure(time.perf_counter() - start, self._comm.waited_seconds - waited)
                 metrics.write(json.dumps(line) + "\n")
                 metrics.flush()  # what a kill leaves must reach the checkpoint that it leaves
-                speed = len(self._losses) * self._samples_per_step / self._seconds
-                progress.update(f"loss {line['loss']:.3f}, {speed:,.0f} {self._samples}/s")
                 done = step + 1
+                seconds += line["seconds"]
+                speed = (done - first) * self._samples_per_step / seconds
+                progress.update(f"loss {line['loss']:.3f}, {speed:,.0f} {self._samples}/s")
                 self.stopped = stop.agreed() and done < settings.steps
                 if self.stopped or done == settings.steps or done % settings.save_every == 0:
                     checkpoints.save(done, {"data": batches.state_dict(), "settings": asdict(settings)})
@@ -135,7 +132,8 @@ class Run:
                     break
             checkpoints.wait()
         if self.stopped:
-            self._leave()
+            if self._comm.rank == 0:
+                self._leave()
             self.say(f"stopped after step {done} as asked; to go on: --resume auto --run {self.folder}")
 
     def log(self, loss: float, **more: float) -> None:
@@ -162,26 +160,41 @@ class Run:
 
     def end(self, **figures: float) -> None:
         """Draw the plots, and sum the run up on the screen and in `summary.json`, with `figures` of your own."""
-        summary = {"steps": self.settings.steps, "seconds": self._seconds} | figures
-        if self._losses:
-            summary |= {
-                "loss": self._losses[-1],
-                self._speed: len(self._losses) * self._samples_per_step / self._seconds,
-                "exposed_comm_share": self._waited / self._seconds,
-            }
-        if self._comm.rank == 0:
-            with whole(self.folder / "summary.json") as path:
-                path.write_text(json.dumps(summary, indent=2) + "\n")
+        if self._comm.rank != 0:
+            return
+        steps = read_metrics(self.folder / METRICS)  # those before a resume too
+        seconds = sum(step["seconds"] for step in steps)
+        summary = {
+            "steps": len(steps),
+            "seconds": seconds,
+            "loss": steps[-1]["loss"],
+            self._speed: sum(step[self._speed] * step["seconds"] for step in steps) / seconds,
+            "exposed_comm_share": sum(step["exposed_comm_seconds"] for step in steps) / seconds,
+        } | figures
+        with whole(self.folder / "summary.json") as path:
+            path.write_text(json.dumps(summary, indent=2) + "\n")
         self._leave()
-        if self._losses:
-            self.say(
-                f"{len(self._losses)} steps in {self._seconds:.0f} s, {summary[self._speed]:,.0f} {self._samples}/s, "
-                f"{summary['exposed_comm_share']:.0%} of it in waits for other ranks"
-            )
+        self.say(
+            f"{len(steps)} steps in {seconds:.0f} s, {summary[self._speed]:,.0f} {self._samples}/s, "
+            f"{summary['exposed_comm_share']:.0%} of it in waits for other ranks"
+        )
 
     @property
     def _speed(self) -> str:
         return f"{self._samples}_per_second"
+
+    def _open_folder(self) -> str | None:
+        """Make the folder on rank 0, and say there what is wrong with it."""
+        if self._comm.rank != 0:
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with whole(self.folder / SETTINGS_FILE) as path:
+                path.write_text(settings_json(self.settings))
+            (self.folder / PID).write_text(f"{os.getpid()}\n")
+        except OSError as error:
+            return f"--run must be a folder that can be written to, got {self.folder}: {error.strerror}"
+        return None
 
     def _go_on(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer) -> int:
         """Load what is to be resumed; return the first step to do."""
@@ -219,16 +232,11 @@ class Run:
         if "loss" not in self._line:
             raise RuntimeError("every step logs its loss: call run.log(loss) before the end of the loop's body")
         waited = float(self._comm.allreduce(np.array([waited]), op=ReduceOp.MEAN).wait()[0])
-        self._losses.append(self._line["loss"])
-        self._seconds += seconds
-        self._waited += waited
         speed = self._samples_per_step / seconds
         return self._line | {"seconds": seconds, self._speed: speed, "exposed_comm_seconds": waited}
 
     def _leave(self) -> None:
-        """Draw the plots, and take the sign off the door."""
-        if self._comm.rank != 0:
-            return
+        """Draw the plots, and take the sign off the door. For rank 0."""
         (self.folder / PID).unlink(missing_ok=True)
         try:
             draw_plots(self.folder, loss_unit=self._loss_unit)
