@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from distributed.checkpoint_files import (
+    POLL_SECONDS,
+    SEEN_SECONDS,
     UNFINISHED,
     CheckpointError,
     Manifest,
@@ -73,6 +76,8 @@ class Checkpoint:
 
 class Checkpointer:
     """Saves and loads a model and its optimizer in a folder that all ranks see. Making one is collective.
+
+    Costs a copy of what this rank saves, in host memory, for as long as this object lives.
 
     Buffers are saved as one of the ranks that hold them has them: where training changes them, call
     `ddp.sync_buffers()` first.
@@ -164,20 +169,24 @@ class Checkpointer:
             What else was saved. None where there is no checkpoint, and no path was given.
         Raises:
             CheckpointError: `path`, or every one that there is, is torn, changed, of a newer version, or of another
-                model; says of each what is wrong. The same message on every rank.
+                model; says of each what is wrong. Or the disk fails: then no older one is tried, since a good one may
+                be readable again a moment later. The same message on every rank.
         """
         self.wait()
-        self._knows_folder |= path is None or Path(path).resolve().parent == self.folder.resolve()
         refused: list[str] = []
         candidates = self._of_rank_0(lambda: complete(self.folder) if path is None else [Path(path)])
         for candidate in candidates:
-            manifest, values, error = self._read(candidate)
+            manifest, values, error, failure = self._read(candidate)
+            failure = self._first(failure)
+            if failure is not None:
+                raise CheckpointError(failure)
             error = self._first(error)
             if error is not None:
                 refused.append(f"{candidate}: {error}")
                 continue
             assert manifest is not None
             self._fill(manifest, values)
+            self._knows_folder |= candidate.resolve().parent == self.folder.resolve()
             return Checkpoint(manifest.step, manifest.state, candidate, tuple(refused))
         if refused:
             raise CheckpointError("; ".join(refused))
@@ -222,20 +231,22 @@ class Checkpointer:
         failure = self._first(failure)
         if failure is None:
             unseen = f"all ranks must see the folder of checkpoints, but what rank 0 makes in {self.folder} is not seen"
-            failure = self._first(None if os.path.isdir(mark) else unseen)
+            failure = self._first(None if _is_seen(mark) else unseen)
         if self._comm.rank == 0:
             shutil.rmtree(mark, ignore_errors=True)
         if failure is not None:
             raise ValueError(failure)
 
-    def _read(self, checkpoint: Path) -> tuple[Manifest | None, dict[str, Array], str | None]:
-        """Read this rank's tensors; return them, or what is wrong."""
+    def _read(self, checkpoint: Path) -> tuple[Manifest | None, dict[str, Array], str | None, str | None]:
+        """Read this rank's tensors; return them, or what is wrong with the checkpoint, or with the disk."""
         try:
             manifest = read_manifest(checkpoint)
             self._check_model(manifest)
-            return manifest, read_tensors(checkpoint, manifest, list(self._arrays())), None
+            return manifest, read_tensors(checkpoint, manifest, list(self._arrays())), None, None
         except CheckpointError as error:
-            return None, {}, str(error)
+            return None, {}, str(error), None
+        except OSError as error:
+            return None, {}, None, f"{checkpoint} cannot be read now: {error}"
 
     def _check_model(self, manifest: Manifest) -> None:
         """Check that a checkpoint is of this model and this kind of optimizer."""
@@ -267,6 +278,16 @@ class Checkpointer:
         """Return what rank 0 makes, on every rank."""
         made: T = self._comm.gather_objects(make() if self._comm.rank == 0 else None)[0]
         return made
+
+
+def _is_seen(folder: Path) -> bool:
+    """Wait until a folder that another rank made is there, and give up when it would long be."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not os.path.isdir(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def _as_json(state: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:

@@ -41,8 +41,8 @@ FORMAT = "minigrad checkpoint"
 VERSION = 1  # of the layout above; a reader refuses what is newer than itself
 _PREFIX = "step-"
 UNFINISHED = "saving-"  # begins the names of folders that are no checkpoints: not yet, or not any more
-_POLL_SECONDS = 0.01
-_SEEN_SECONDS = 120.0  # after which what another host has written must be seen; NFS may take a minute
+POLL_SECONDS = 0.01
+SEEN_SECONDS = 120.0  # after which what another host has written must be seen; NFS may take a minute
 
 
 class CheckpointError(RuntimeError):
@@ -100,7 +100,7 @@ class Saving:
 
     def wait(self) -> str | None:
         """Block until all is over; return what went wrong. For when the parts of all ranks are known to be written."""
-        self._all_seen_by = time.monotonic() + _SEEN_SECONDS
+        self._all_seen_by = time.monotonic() + SEEN_SECONDS
         self._thread.join()
         return self._error
 
@@ -138,7 +138,7 @@ class Saving:
         ranks = sorted({stored.rank for stored in self._manifest.tensors.values()})
         parts = [_part(self._unfinished, rank) for rank in ranks]
         while missing := [part.name for part in parts if not part.exists()]:
-            if self._cancelled.wait(_POLL_SECONDS):
+            if self._cancelled.wait(POLL_SECONDS):
                 return False
             if time.monotonic() > self._all_seen_by:
                 raise CheckpointError(f"{', '.join(missing)} was written, but is not seen in {self._unfinished}")
@@ -198,6 +198,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises:
         CheckpointError: it is no checkpoint, torn, changed, or of a newer version.
+        OSError: the disk fails, which says nothing of the checkpoint.
     """
     path = checkpoint / "manifest.json"
     try:
@@ -217,9 +218,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
             for name, stored in content["tensors"].items()
         }
         return Manifest(content["step"], content["num_updates"], content["save"], tensors, content["state"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(f"there is no {path.name} in it") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -228,6 +229,7 @@ def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> 
 
     Raises:
         CheckpointError: a file is missing, torn, changed, or of another save.
+        OSError: the disk fails, which says nothing of the checkpoint.
     """
     by_rank: dict[int, list[str]] = {}
     for name in names:
@@ -235,6 +237,8 @@ def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> 
     values = {}
     for rank, wanted in by_rank.items():
         path = _part(checkpoint, rank)
+        if not path.is_file():
+            raise CheckpointError(f"{path.name} is missing")
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
@@ -249,9 +253,7 @@ def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> 
                         raise CheckpointError(
                             f"{path.name} has changed since it was saved: {name!r} is not what it was"
                         )
-        except FileNotFoundError:
-            raise CheckpointError(f"{path.name} is missing") from None
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
     return values
 

@@ -35,6 +35,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 def _mode_of_a_new_file(path: Path) -> int:
     """Ask the file system who may read what: Python cannot read the mask of permissions without setting it."""
+    path.unlink(missing_ok=True)  # what a kill left may have another mode
     path.write_bytes(b"")
     mode = path.stat().st_mode
     path.unlink()

@@ -11,7 +11,7 @@ import pytest
 from toy_checkpoints import Training, Weights, names
 
 import minigrad as mg
-from distributed import checkpoint_files
+from distributed import checkpoint, checkpoint_files
 from distributed.checkpoint import Checkpointer
 from distributed.checkpoint_files import CheckpointError, complete
 from minigrad.nn import Buffer
@@ -380,7 +380,9 @@ def test_ranks_that_disagree_on_a_tensor_are_refused(ranks, folder_of, values):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_folder_that_one_rank_does_not_see_is_refused(ranks, folder_of):
+def test_a_folder_that_one_rank_does_not_see_is_refused(ranks, folder_of, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.05)
+
     def program(comm):
         folder = folder_of(comm)
         error = raised(Training, comm, folder if comm.rank < comm.size - 1 else folder / "of this host")
@@ -390,6 +392,47 @@ def test_a_folder_that_one_rank_does_not_see_is_refused(ranks, folder_of):
     kind, message, left = same_everywhere(ranks.run(program))
     assert (kind, left) == (ValueError, "empty")
     assert f"[rank {ranks.size - 1}] all ranks must see the folder of checkpoints" in message
+
+
+def test_a_folder_that_is_seen_late_is_waited_for(tmp_path):
+    threading.Timer(0.05, (tmp_path / "late").mkdir).start()
+    assert checkpoint._is_seen(tmp_path / "late")
+
+
+@pytest.mark.parametrize("what", ["manifest.json", "rank-0.safetensors"])
+def test_where_the_disk_fails_no_older_one_is_loaded(ranks, folder_of, monkeypatch, what):
+    """A moment later the newest may be readable again, and a save after the older one would remove it."""
+
+    def program(comm):
+        training = Training(comm, folder_of(comm)).save(3, 4)
+        failing = {"manifest.json": "read_manifest", "rank-0.safetensors": "read_tensors"}[what]
+        if comm.rank == 0:
+            monkeypatch.setattr(checkpoint, failing, stale)
+        comm.barrier()
+        error = raised(training.at(5).checkpoints.load)
+        training.check(5)
+        comm.barrier()
+        monkeypatch.undo()
+        return error
+
+    def stale(*_):
+        raise OSError(116, "Stale file handle")
+
+    kind, message = same_everywhere(ranks.run(program))
+    assert kind is CheckpointError
+    assert message.startswith("[rank 0] ")
+    assert "step-00000004 cannot be read now: [Errno 116] Stale file handle" in message
+
+
+def test_a_load_that_failed_allows_no_save(ranks, folder_of):
+    def program(comm):
+        Training(comm, folder_of(comm), other=mg.Parameter(np.zeros(2), "other")).save(3)
+        training = Training(comm, folder_of(comm)).at(1)
+        assert raised(training.checkpoints.load)[0] is CheckpointError
+        with pytest.raises(RuntimeError, match="holds step-00000003 already"):
+            training.checkpoints.save(1)
+
+    ranks.run(program)
 
 
 STATES = {"no mapping": 5, "an array": {"x": np.zeros(2)}, "a set": {"x": {1}}, "itself": {}, "bytes": {"x": b""}}
