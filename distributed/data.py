@@ -13,6 +13,7 @@ with any number of replicas and any batch size. Nothing here communicates: a rep
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from distributed.token_files import Tokens, check_row
 Int64s = NDArray[np.int64]
 
 _ORDER, _OFFSET = 0, 1  # what random words are for
+_COMPARED = 1 << 20  # tokens at the start of a file by which it is known again
 
 
 class Sampler:
@@ -39,7 +41,7 @@ class Sampler:
         rank, size: place of this replica among all of them, and their number.
         shuffle: False goes through the samples as they lie, in every epoch.
     Attributes:
-        position: samples drawn so far by all replicas together: the whole state.
+        position: samples drawn so far by all replicas together.
     Raises:
         ValueError: there is no sample, or not one for each replica's share; rank or seed is out of range.
     """
@@ -61,6 +63,7 @@ class Sampler:
         self._share = (rank * batch_size // size, (rank + 1) * batch_size // size)
         self._shuffle = shuffle
         self._order = (-1, np.empty(0, np.int64))  # an epoch and its samples in order
+        self._stream = {"num_samples": num_samples, "seed": seed, "shuffle": int(shuffle)}
 
     @property
     def epoch(self) -> int:
@@ -83,8 +86,8 @@ class Sampler:
         return parts
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a run needs to go on from here."""
-        return {"position": self.position, "num_samples": self.num_samples}
+        """Return what a run needs to go on from here: the position, and what it is a position in."""
+        return {"position": self.position} | self._stream
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another sampler of the same data stopped, whatever its batch size, rank and size.
@@ -92,17 +95,7 @@ class Sampler:
         Raises:
             ValueError: the state is not from `state_dict`, or of other data.
         """
-        try:
-            position, num_samples = operator.index(state["position"]), operator.index(state["num_samples"])
-        except (KeyError, TypeError):
-            position = -1
-        if position < 0 or len(state) != 2:
-            raise ValueError(f"a sampler's state must be its position and num_samples, got {dict(state)}")
-        if num_samples != self.num_samples:
-            raise ValueError(
-                f"the data must be the same as before, but num_samples was {num_samples}, and is {self.num_samples}"
-            )
-        self.position = position
+        self.position = _position_in(state, self._stream)
 
     def _order_of(self, epoch: int) -> Int64s:
         if self._order[0] != epoch:
@@ -133,7 +126,7 @@ class TokenBatches:
         context: tokens in a window.
         seed, rank, size: as for Sampler.
     Attributes:
-        sampler: draws the windows; its position is the whole state.
+        sampler: draws the windows.
     Raises:
         ValueError: tokens are not as above, or what Sampler refuses.
     """
@@ -149,6 +142,9 @@ class TokenBatches:
         self._context = context
         self._seed = seed
         self._num_offsets = len(tokens) - num_windows * context
+        start = zlib.crc32(tokens[:_COMPARED].tobytes())
+        self._stream = self.sampler.state_dict() | {"context": context, "num_tokens": len(tokens), "crc32": start}
+        del self._stream["position"]
 
     @property
     def num_windows(self) -> int:
@@ -166,12 +162,17 @@ class TokenBatches:
         return _windows(self._tokens, np.concatenate(starts), self._context)
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a run needs to go on from here: the sampler's state."""
-        return self.sampler.state_dict()
+        """Return what a run needs to go on from here: the position, and what it is a position in."""
+        return {"position": self.sampler.position} | self._stream
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where other batches of the same tokens, context and seed stopped."""
-        self.sampler.load_state_dict(state)
+        """Go on where other batches of the same tokens, context and seed stopped, wherever the file lies now.
+
+        Raises:
+            ValueError: the state is not from `state_dict`, or of other data, as far as their number and the first
+                million tell.
+        """
+        self.sampler.position = _position_in(state, self._stream)
 
     def _offset(self, epoch: int) -> int:
         return int(_philox(self._seed, epoch, _OFFSET).random_raw()) % self._num_offsets
@@ -197,6 +198,22 @@ def validation_batches(
     starts = np.arange(0, len(tokens) - context, context)
     batches = np.array_split(starts, max(1, len(starts) // batch_size))
     return (_windows(tokens, batch, context) for batch in batches[rank::size])
+
+
+def _position_in(state: Mapping[str, Any], stream: Mapping[str, int]) -> int:
+    """Return the position of a state, which must be in this stream of samples."""
+    if not isinstance(state, Mapping) or state.keys() != {"position", *stream}:
+        raise ValueError(f"a state of data must have position, {', '.join(stream)}, got {state!r}")
+    for name, value in stream.items():
+        if state[name] != value:
+            raise ValueError(f"the data must be the same as before, but {name} was {state[name]}, and is {value}")
+    try:
+        position = operator.index(state["position"])
+    except TypeError:
+        position = -1
+    if position < 0:
+        raise ValueError(f"the position in the data must be an integer from 0, got {state['position']!r}")
+    return position
 
 
 def _check_place(rank: int, size: int) -> None:

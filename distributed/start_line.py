@@ -60,7 +60,7 @@ def describe_places(places: Sequence[Place], library: str) -> str:
 
         1 rank, no MPI, 2 threads and 2 cores, cpu
         4 ranks on 2 hosts, Open MPI v5.0.11, 1 thread and 2-8 cores a rank, NVIDIA A100
-        4 ranks on 1 host, MPICH 4.3.2, 1 thread and 1 core a rank, cpu; 4 ranks share core 0: start with --bind-to none
+        4 ranks on 1 host, MPICH 4.3.2, 2 threads and 2 cores a rank, cpu; warning: 8 threads on 2 cores
 
     Args:
         places: by rank.
@@ -73,7 +73,9 @@ def describe_places(places: Sequence[Place], library: str) -> str:
         means += " and " + _count_range([len(place.cores) for place in places], "core")
     devices = " and ".join(dict.fromkeys(place.device for place in places))
     warning = _describe_crowding(places)
-    return f"{_count(len(places), 'rank')}{where}, {library}, {means}{each}, {devices}" + (warning and f"; {warning}")
+    return f"{_count(len(places), 'rank')}{where}, {library}, {means}{each}, {devices}" + (
+        warning and f"; warning: {warning}"
+    )
 
 
 def _describe_crowding(places: Sequence[Place]) -> str:

@@ -10,11 +10,14 @@ import numpy as np
 
 from distributed.communicator import Communicator, ReduceOp
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # mpirun passes SIGUSR1 on too, and does not kill soon after it
+# Open MPI's mpirun passes SIGUSR1 on too, and does not kill soon after it. SIGINT is a person's Ctrl-C.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
     """Notes signals that ask this process to end, instead of ending it; making one is collective.
+
+    A second Ctrl-C is not noted: it ends the process as ever.
 
         with StopRequest(comm) as stop:
             for step in ...:
@@ -41,6 +44,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._requested = True
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[signal.SIGINT])
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}

@@ -14,6 +14,7 @@ from distributed.start_line import describe_places, this_place
 
 # How launchers tell a process its rank: Open MPI; srun --mpi=pmix; MPICH, Intel MPI and srun --mpi=pmi2.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
@@ -62,6 +63,13 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
     if not launched_by_mpi(environ):
         return 0
     return next(int(environ[variable]) for variable in (*_RANK_VARIABLES, "SLURM_PROCID") if variable in environ)
+
+
+def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many ranks there are before MPI has started, 1 outside a launcher; None where it does not say."""
+    if not launched_by_mpi(environ):
+        return 1
+    return next((int(environ[variable]) for variable in _SIZE_VARIABLES if variable in environ), None)
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -17,12 +17,12 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-from common.command_line import launcher_size, or_fail, read_settings
+from common.command_line import or_fail, read_settings
 from common.proof import proved
 from common.run import Run
 from common.settings import PipelineSettings
 from common.text import load_tokens, split
-from distributed import world
+from distributed import launcher_size, world
 from distributed.data import TokenBatches
 from minigrad import cross_entropy
 from minigrad.models import gpt
@@ -42,7 +42,7 @@ def eager_one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[
 def main() -> None:
     settings = read_settings(PipelineSettings, __doc__)
     schedule = Schedule("eager_1f1b", eager_one_f_one_b)
-    timeline = or_fail(lambda: proved(schedule, settings, launcher_size()))
+    timeline = or_fail(lambda: proved(schedule, settings, launcher_size() or world().size))
     tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
     train, _ = or_fail(lambda: split(tokens, context=settings.context))
     comm = world()
@@ -70,8 +70,7 @@ def main() -> None:
             loss = pipe.step(x, y)
         optimizer.step()
         run.log(loss)
-    if not run.stopped:
-        run.end()
+    run.end()
 
 
 if __name__ == "__main__":

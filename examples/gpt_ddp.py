@@ -52,8 +52,7 @@ def main() -> None:
         ddp.wait()
         optimizer.step()
         run.log(ddp.mean(loss.item()))
-    if not run.stopped:
-        run.end()
+    run.end()
 
 
 if __name__ == "__main__":

@@ -56,8 +56,7 @@ def main() -> None:
         ddp.wait()
         optimizer.step()
         run.log(ddp.mean(loss))
-    if not run.stopped:
-        run.end()
+    run.end()
 
 
 if __name__ == "__main__":

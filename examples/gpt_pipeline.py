@@ -51,8 +51,7 @@ def main() -> None:
         loss = pipe.step(x, y)
         optimizer.step()
         run.log(loss)
-    if not run.stopped:
-        run.end()
+    run.end()
 
 
 if __name__ == "__main__":

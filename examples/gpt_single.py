@@ -48,8 +48,7 @@ def main() -> None:
         backward(loss)
         optimizer.step()
         run.log(loss.item())
-    if not run.stopped:
-        run.end()
+    run.end()
 
 
 if __name__ == "__main__":

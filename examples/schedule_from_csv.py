@@ -20,12 +20,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_line import launcher_size, or_fail, read_settings
+from common.command_line import or_fail, read_settings
 from common.proof import proved
 from common.run import Run
 from common.settings import PipelineSettings, flag
 from common.text import load_tokens, split
-from distributed import world
+from distributed import launcher_size, world
 from distributed.data import TokenBatches
 from minigrad import cross_entropy
 from minigrad.models import gpt
@@ -45,7 +45,7 @@ class FileSettings(PipelineSettings):
 def main() -> None:
     settings = read_settings(FileSettings, __doc__)
     schedule = or_fail(lambda: read_schedule(settings.schedule_file))
-    timeline = or_fail(lambda: proved(schedule, settings, launcher_size()))
+    timeline = or_fail(lambda: proved(schedule, settings, launcher_size() or world().size))
     tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
     train, _ = or_fail(lambda: split(tokens, context=settings.context))
     comm = world()
@@ -70,8 +70,7 @@ def main() -> None:
             loss = pipe.step(x, y)
         optimizer.step()
         run.log(loss)
-    if not run.stopped:
-        run.end()
+    run.end()
 
 
 def read_schedule(path: str) -> Schedule:

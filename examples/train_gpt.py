@@ -38,9 +38,9 @@ SAMPLE_TEMPERATURE = 0.8
 def main() -> None:
     settings = read_settings(LayoutSettings, __doc__)
     tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
-    train, validation = or_fail(lambda: split(tokens, context=settings.context))
+    train, validation = or_fail(lambda: split(tokens, context=settings.context, num_windows=settings.num_microbatches))
     if settings.device == "cuda":
-        use_gpu(local_rank())
+        or_fail(lambda: use_gpu(local_rank()))
     comm = world()
     mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
     run = Run(settings, comm, samples="tokens", size=settings.context, device=settings.device, loss_unit="nats a token")
@@ -102,7 +102,7 @@ def main() -> None:
     run.say(f"validation loss {loss:.3f} nats a token")
     if settings.vocab == 256:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
-        run.say(f"after {as_text(prompt)!r} it writes:\n{as_text(sample)}")
+        run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
 
 
 def clip(stages: LocalStages, mesh: Mesh) -> float:
@@ -116,8 +116,9 @@ def clip(stages: LocalStages, mesh: Mesh) -> float:
 def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSettings, mesh: Mesh) -> float:
     """Return the mean loss over all windows of `tokens`."""
     total = np.zeros(2)  # summed loss, number of windows
+    batch_size = settings.batch // mesh.dp.size  # as in training, at least a window for each micro-batch
     for x, y in validation_batches(
-        tokens, batch_size=settings.batch, context=settings.context, rank=mesh.dp.rank, size=mesh.dp.size
+        tokens, batch_size=batch_size, context=settings.context, rank=mesh.dp.rank, size=mesh.dp.size
     ):
         total += len(x) * pipe.evaluate(place(x, settings.device), place(y, settings.device)), len(x)
     mesh.dp.allreduce(total).wait()
@@ -144,7 +145,9 @@ def write(stages: LocalStages, schedule: Schedule, prompt: Array, settings: Layo
 
 
 def as_text(tokens: Array) -> str:
-    return bytes(tokens.tolist()).decode(errors="replace")
+    """Decode bytes, and show what a terminal would obey or could not print as a box."""
+    text = bytes(tokens.tolist()).decode(errors="replace")
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 if __name__ == "__main__":

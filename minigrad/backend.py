@@ -38,11 +38,7 @@ def to_device(array: Array) -> Array:
     Raises:
         ModuleNotFoundError: CuPy is not installed.
     """
-    try:
-        import cupy
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("a GPU array needs CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
-    return cupy.asarray(array)
+    return _cupy().asarray(array)
 
 
 def place(array: Array, device: str) -> Array:
@@ -57,17 +53,32 @@ def place(array: Array, device: str) -> Array:
 
 
 def use_gpu(index: int) -> None:
-    """Make GPU number `index`, modulo those that there are, the current one of this process."""
-    import cupy
+    """Make GPU number `index`, modulo those that there are, the current one of this process.
 
-    cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
+    Raises:
+        ModuleNotFoundError: CuPy is not installed.
+        ValueError: CuPy finds no GPU.
+    """
+    cuda = _cupy().cuda
+    try:
+        num_gpus = cuda.runtime.getDeviceCount()
+    except cuda.runtime.CUDARuntimeError as error:
+        raise ValueError(f"CuPy finds no GPU: {error}") from error
+    cuda.Device(index % num_gpus).use()
 
 
 def gpu_name() -> str:
     """Return what the current GPU calls itself: `NVIDIA H100 80GB HBM3`."""
-    import cupy
+    cuda = _cupy().cuda
+    return str(cuda.runtime.getDeviceProperties(cuda.Device().id)["name"].decode())
 
-    return str(cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode())
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("GPU arrays need CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
+    return cupy
 
 
 def synchronize(array: Array) -> None:

@@ -24,9 +24,19 @@ def run_job(
     if ranks is not None:
         assert MPIRUN is not None
         command = [MPIRUN, "-n", str(ranks), *command]
-    return subprocess.run(
-        command, cwd=cwd, env=environ(), capture_output=True, text=True, timeout=limit_seconds, check=False
-    )
+    with subprocess.Popen(
+        command, cwd=cwd, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            stdout, stderr = job.communicate(timeout=limit_seconds)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # the launcher ends its ranks; killed, it would leave them running
+            try:
+                job.wait(5)
+            finally:
+                job.kill()
+            raise
+    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
 
 
 def environ() -> dict[str, str]:

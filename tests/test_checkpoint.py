@@ -538,7 +538,8 @@ def test_with_no_good_one_every_reason_is_told_and_nothing_is_changed(ranks, fol
 
     kind, message = same_everywhere(ranks.run(program))
     assert kind is CheckpointError
-    newest, middle, oldest = message.split("; ")
+    head, newest, middle, oldest = message.splitlines()
+    assert re.fullmatch(r"no checkpoint in .*checkpoints can be loaded:", head)
     assert "step-00000003: [rank " in newest
     assert newest.endswith("rank-0.safetensors is missing")
     assert "step-00000002: [rank " in middle

@@ -77,7 +77,7 @@ def test_samples_are_int64_of_ones_own() -> None:
     samples = sampler.next()
     assert samples.dtype == np.int64
     samples[:] = -1
-    sampler.load_state_dict({"position": 0, "num_samples": 10})
+    sampler.load_state_dict(sampler.state_dict() | {"position": 0})
     assert sampler.next().min() >= 0
 
 
@@ -105,14 +105,14 @@ def test_samples_by_epoch_are_cut_where_an_epoch_ends() -> None:
 )
 def test_a_run_goes_on_in_any_layout(num_samples: int, seed: int, phases: list[tuple[int, int, int]]) -> None:
     """Each phase of the run has a batch size, a number of replicas and of batches; no sample is lost or repeated."""
-    state, drawn = {"position": 0, "num_samples": num_samples}, []
+    state, drawn = Sampler(num_samples, batch_size=1, seed=seed).state_dict(), []
     for extra, size, num_batches in phases:
         replicas = [Sampler(num_samples, batch_size=size + extra, seed=seed, rank=r, size=size) for r in range(size)]
         for replica in replicas:
             replica.load_state_dict(state)
         drawn += [sample for _ in range(num_batches) for replica in replicas for sample in replica.next().tolist()]
         states = [replica.state_dict() for replica in replicas]
-        assert states == [{"position": len(drawn), "num_samples": num_samples}] * size
+        assert states == [state | {"position": len(drawn)}] * size
         state = states[0]
     assert drawn == stream(num_samples, len(drawn), seed=seed)
 
@@ -120,7 +120,7 @@ def test_a_run_goes_on_in_any_layout(num_samples: int, seed: int, phases: list[t
 def test_going_back_draws_the_same_again() -> None:
     sampler = Sampler(5, batch_size=3, seed=0)
     first = [sampler.next().tolist() for _ in range(7)]
-    sampler.load_state_dict({"position": np.int64(3), "num_samples": 5})
+    sampler.load_state_dict(sampler.state_dict() | {"position": np.int64(3)})
     assert [sampler.next().tolist() for _ in range(6)] == first[1:]
 
 
@@ -144,26 +144,43 @@ def test_a_sampler_that_cannot_be_is_refused(changes: dict[str, int], message: s
 
 
 @pytest.mark.parametrize(
-    "state",
+    ("change", "message"),
     [
-        {},
-        {"position": 1},
-        *({"position": position, "num_samples": 10} for position in (-1, 1.5, "3")),
-        {"position": 1, "num_samples": 10, "x": 2},
+        ({"x": 2}, r"^a state of data must have position, num_samples, seed, shuffle, got \{"),
+        *(
+            ({"position": p}, r"^the position in the data must be an integer from 0, got ")
+            for p in (-1, 1.5, "3", None)
+        ),
+        ({"num_samples": 11}, "^the data must be the same as before, but num_samples was 11, and is 10$"),
+        ({"seed": 3}, "^the data must be the same as before, but seed was 3, and is 0$"),
+        ({"shuffle": 0}, "^the data must be the same as before, but shuffle was 0, and is 1$"),
     ],
 )
-def test_a_state_that_is_none_is_refused(state: dict[str, Any]) -> None:
+def test_a_state_that_is_none_or_of_other_data_is_refused(change: dict[str, Any], message: str) -> None:
     sampler = Sampler(10, batch_size=4, seed=0)
     sampler.next()
-    with pytest.raises(ValueError, match=r"^a sampler's state must be its position and num_samples, got \{"):
-        sampler.load_state_dict(state)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(sampler.state_dict() | change)
+    with pytest.raises(ValueError, match=r"^a state of data must have"):
+        sampler.load_state_dict({})
     assert sampler.position == 4
 
 
-def test_a_state_of_other_data_is_refused() -> None:
-    sampler = Sampler(10, batch_size=4, seed=0)
-    with pytest.raises(ValueError, match=r"^the data must be the same as before, but num_samples was 11, and is 10$"):
-        sampler.load_state_dict(Sampler(11, batch_size=4, seed=0).state_dict())
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": np.arange(50) + 1}, "crc32 was"),
+        ({"tokens": np.arange(51)}, "num_tokens was 50, and is 51"),
+        ({"context": 9}, "context was 8, and is 9|num_samples was 5, and is 4"),
+        ({"seed": 3}, "seed was 2, and is 3"),
+    ],
+)
+def test_other_tokens_are_known_as_such(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"tokens": np.arange(50), "batch_size": 3, "context": 8, "seed": 2}
+    state = TokenBatches(**arguments).state_dict()
+    with pytest.raises(ValueError, match=rf"^the data must be the same as before, but ({message})"):
+        TokenBatches(**arguments | changes).load_state_dict(state)
+    TokenBatches(**arguments | {"batch_size": 1, "rank": 0, "size": 1}).load_state_dict(state)
 
 
 # Windows. Each token is its own position, so a window shows where it was cut.

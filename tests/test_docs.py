@@ -28,7 +28,8 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"(?:<!-- ranks: (\d+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 16"
 LIMIT_SECONDS = 60
-FIVE_MORE = "$(($(wc -l < runs/second/metrics.jsonl) + 5))"
+SECOND = "runs/second"  # the run that is killed
+FIVE_MORE = f"$(($(wc -l < {SECOND}/metrics.jsonl) + 5))"
 
 
 class Block(NamedTuple):
@@ -39,6 +40,11 @@ class Block(NamedTuple):
     ranks: int
     language: str
     code: str
+
+    @property
+    def above(self) -> "Block | None":
+        """The block before this one on its page."""
+        return blocks(self.page)[self.number - 2] if self.number > 1 else None
 
 
 def blocks(page: Path) -> list[Block]:
@@ -123,7 +129,7 @@ def small(script: str) -> str:
     script = re.sub(r"(examples/(?:\w*gpt\w*|\w*schedule\w*)\.py)", rf"\1 {SMALL}", script)
     script = re.sub(r"--steps \d+", "--steps 6", script)
     script = re.sub(r"--steps 6(.*&)$", r"--steps 1000000\1", script, flags=re.MULTILINE)
-    script = re.sub(r"sleep \d\d+", "sleep 4", script)
+    script = re.sub(r"sleep 8", f"until test -s {SECOND}/checkpoints/latest; do sleep 0.1; done", script)
     return re.sub(r"--resume auto$", f"--resume auto --steps {FIVE_MORE}", script, flags=re.MULTILINE)
 
 
@@ -148,6 +154,8 @@ def run_sh(script: str, folder: Path, extra_path: Path | None = None) -> str:
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 @pytest.mark.parametrize("block", of("sh"))
 def test_commands(block: Block, folder: Path) -> None:
+    if block.above is not None and block.above.language == "python" and block.page.name == "how-to.md":
+        exec(block.above.code, {})  # commands may go on from it
     script = re.sub(r"^make\b", "make -n", block.code, flags=re.MULTILINE)  # what they do is tested elsewhere
     run_sh(small(script), folder)
 

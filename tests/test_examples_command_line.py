@@ -1,5 +1,6 @@
 """The command line of the example scripts: what is read, from where, and who says what is wrong."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,24 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from common.command_line import find_run, launcher_size, read_saved, read_settings, settings_json
+from common.command_line import find_run, read_saved, read_settings, to_save
 from common.settings import LayoutSettings, RunSettings
+from distributed.checkpoint_files import Manifest, commit
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.mark.parametrize(
-    ("environ", "size"),
-    [
-        ({}, 1),
-        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
-        ({"PMI_SIZE": "4"}, 4),
-        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_NTASKS": "7"}, 5),
-        ({"SLURM_NTASKS": "7"}, 1),
-    ],
-)
-def test_launcher_size(environ: dict[str, str], size: int) -> None:
-    assert launcher_size(environ) == size
 
 
 def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -84,55 +72,73 @@ def test_right_command_line_goes_on() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three runs in runs/: an older and a newer one of `train`, and a newest one that never saved its settings."""
+    """Three runs in runs/: an older and a newer one of `train`, and a newest one that never saved its settings.
+
+    The checkpoint of the older one is of when its learning rate was still 0.125.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["examples/train.py"])
     for name, layers in (("train-1", 5), ("train-2", 6)):
         folder = Path("runs") / name
-        (folder / "checkpoints" / "step-00000007").mkdir(parents=True)
-        (folder / "checkpoints" / "step-00000007" / "manifest.json").touch()
-        (folder / "settings.json").write_text(settings_json(LayoutSettings(layers=layers, lr=0.25, run=str(folder))))
+        folder.mkdir(parents=True)
+        settings = LayoutSettings(layers=layers, lr=0.25, run=str(folder), quiet=True, text="here")
+        (folder / "settings.json").write_text(json.dumps(to_save(settings)))
     Path("runs/train-3").mkdir()
+    state = to_save(LayoutSettings(layers=5, lr=0.125))
+    unfinished = Path("runs/train-1/checkpoints/saving-7")
+    unfinished.mkdir(parents=True)
+    commit(unfinished, Manifest(7, 7, "save", {}, state), keep_last=1)
     return Path("runs")
 
 
-def test_settings_are_saved_and_read_back(runs: Path) -> None:
-    saved = read_saved(runs / "train-1", "train", LayoutSettings)
-    assert LayoutSettings(**saved) == LayoutSettings(layers=5, lr=0.25, run="runs/train-1")
-    assert "layers" not in read_saved(runs / "train-1", "train", RunSettings)
+CHECKPOINT = "runs/train-1/checkpoints/step-00000007"
+
+
+def test_settings_are_saved_and_read_back_but_for_those_of_one_start(runs: Path) -> None:
+    saved = read_saved(runs / "train-1" / "settings.json", LayoutSettings)
+    assert LayoutSettings(**saved) == LayoutSettings(layers=5, lr=0.25, text="here")
+    assert "layers" not in read_saved(runs / "train-1" / "settings.json", RunSettings)
 
 
 @pytest.mark.parametrize(
-    ("run", "resume", "found"),
+    ("run", "resume", "settings", "folder"),
     [
-        (None, None, None),
-        ("runs/other", None, None),
-        (None, "auto", "runs/train-2"),
-        ("runs/train-1", "auto", "runs/train-1"),
-        ("runs/train-3", "auto", None),
-        ("runs/other", "auto", None),
-        (None, "runs/train-1/checkpoints/step-00000007", "runs/train-1"),
-        ("runs/other", "runs/train-1/checkpoints/step-00000007", "runs/train-1"),
+        (None, None, None, None),
+        ("runs/other", None, None, "runs/other"),
+        ("runs/train-3", None, None, "runs/train-3"),
+        (None, "auto", "runs/train-2/settings.json", "runs/train-2"),
+        ("runs/train-1", "auto", "runs/train-1/settings.json", "runs/train-1"),
+        ("runs/train-3", "auto", None, "runs/train-3"),
+        ("runs/other", "auto", None, "runs/other"),
+        (None, CHECKPOINT, f"{CHECKPOINT}/manifest.json", None),
+        ("runs/other", CHECKPOINT, f"{CHECKPOINT}/manifest.json", "runs/other"),
     ],
 )
-def test_which_run_goes_on(runs: Path, run: str | None, resume: str | None, found: str | None) -> None:
-    folder = find_run("train", run, resume)
-    assert (folder and folder.resolve()) == (found and Path(found).resolve())
+def test_what_goes_on(
+    runs: Path, run: str | None, resume: str | None, settings: str | None, folder: str | None
+) -> None:
+    assert find_run(run, resume) == (settings and Path(settings), folder)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "run", "layers", "lr"),
+    ("arguments", "run", "layers", "lr", "quiet"),
     [
-        ("--resume auto", "runs/train-2", 6, 0.25),
-        ("--resume auto --lr 0.5 --layers 6", "runs/train-2", 6, 0.5),
-        ("--resume auto --run runs/train-1", "runs/train-1", 5, 0.25),
-        ("--resume auto --run runs/other", "runs/other", 4, 3e-3),
-        ("--resume runs/train-1/checkpoints/step-00000007 --run runs/other", "runs/other", 5, 0.25),
+        ("--resume auto", "runs/train-2", 6, 0.25, False),
+        ("--resume auto --lr 0.5 --layers 6 --quiet", "runs/train-2", 6, 0.5, True),
+        ("--resume auto --run runs/train-1", "runs/train-1", 5, 0.25, False),
+        ("--resume auto --run runs/other", "runs/other", 4, 3e-3, False),
+        (f"--resume {CHECKPOINT}", None, 5, 0.125, False),
+        (f"--resume {CHECKPOINT} --run runs/other --lr 1", "runs/other", 5, 1.0, False),
     ],
 )
-def test_what_is_resumed_has_its_old_settings(runs: Path, arguments: str, run: str, layers: int, lr: float) -> None:
+def test_what_is_resumed_has_its_old_settings(
+    runs: Path, arguments: str, run: str | None, layers: int, lr: float, quiet: bool
+) -> None:
     settings = read_settings(LayoutSettings, "", arguments.split())
-    assert (settings.run, settings.layers, settings.lr) == (run, layers, lr)
+    assert (settings.run, settings.layers, settings.lr, settings.quiet) == (run, layers, lr, quiet)
+
+
+WHERE = " (flags that are not given are as in runs/train-2/settings.json)"
 
 
 @pytest.mark.parametrize(
@@ -144,11 +150,19 @@ def test_what_is_resumed_has_its_old_settings(runs: Path, arguments: str, run: s
         ),
         (
             "--resume auto --layers 9",
-            "--layers cannot change when a run is resumed: it was 6 in runs/train-2, got 9",
+            f"--layers cannot change when a run is resumed: it was 6, got 9{WHERE}",
         ),
-        ("--resume runs/train-1", "--resume must be auto or the folder of a checkpoint, got runs/train-1"),
         (
-            "--resume runs/train-1/checkpoints/step-00000007 --run runs/train-2",
+            "--resume auto --dp 2",
+            f"dp * pp must equal the number of ranks, got dp=2, pp=1 and 1 rank{WHERE}",
+        ),
+        (
+            "--resume runs/train-1",
+            "--resume runs/train-1 is a run and no checkpoint: --run runs/train-1 --resume auto goes on with it",
+        ),
+        ("--resume runs/train-3", "--resume must be auto or the folder of a checkpoint, got runs/train-3"),
+        (
+            f"--resume {CHECKPOINT} --run runs/train-2",
             "--run runs/train-2 holds a run: go on with it by --resume auto, or name another folder",
         ),
     ],
@@ -161,15 +175,31 @@ def test_what_cannot_be_resumed_is_one_line(
     assert capsys.readouterr().err == f"train.py: {line}\n"
 
 
+def test_what_a_checkpoint_fits_cannot_change() -> None:
+    fixed = {f.name for f in fields(LayoutSettings) if f.metadata["fixed"]}
+    assert fixed == {"seed", "layers", "heads", "width", "context", "vocab", "dtype"}
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("", "cannot be read from runs/train-1/settings.json"),
-        ("{}", "cannot be read from runs/train-1/settings.json"),
-        ('{"script": "other", "settings": {}}', "runs/train-1 is a run of other, not of train"),
+        ("[]", "cannot be read from runs/train-1/settings.json"),
+        ('{"script": "train"}', "cannot be read from runs/train-1/settings.json"),
+        ('{"script": "other", "settings": {}}', "runs/train-1/settings.json is of a run of other, not of train"),
+        ('{"script": "train", "settings": {"steps": "7"}}', "settings.json must say int for steps, got '7'"),
+        ('{"script": "train", "settings": {"lr": null}}', "settings.json must say float for lr, got None"),
     ],
 )
 def test_settings_that_are_torn_or_foreign_are_refused(runs: Path, content: str, reason: str) -> None:
-    (runs / "train-1" / "settings.json").write_text(content)
+    path = runs / "train-1" / "settings.json"
+    path.write_text(content)
     with pytest.raises(ValueError, match=reason):
-        read_saved(runs / "train-1", "train", LayoutSettings)
+        read_saved(path, LayoutSettings)
+
+
+def test_a_checkpoint_that_is_torn_is_refused(runs: Path) -> None:
+    path = Path(CHECKPOINT) / "manifest.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=f"cannot be read from {path}: manifest.json cannot be read"):
+        read_saved(path, LayoutSettings)

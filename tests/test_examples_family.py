@@ -191,7 +191,11 @@ def test_help_teaches_and_lists_every_flag_once(
         *((name, "--steps 0", "--steps must be at least 1, got 0") for name in SETTINGS),
         ("mlp_digits", "--hidden 0", "--hidden must be at least 1, got 0"),
         ("gpt_single", "--text gone", "tokens must be a file or directory that can be read, got gone: No such .*"),
-        ("gpt_ddp", "--context 999999", "the text must give more than context tokens .* context=999999"),
+        (
+            "gpt_ddp",
+            "--context 999999",
+            "the text must give at least 1000000 tokens .* for --context 999999 times 1, got .*",
+        ),
         ("gpt_hybrid", "--dp 2", "dp \\* pp must equal the number of ranks, got dp=2, pp=1 and 1 rank"),
         ("schedule_from_csv", "--schedule-file gone", "--schedule-file must be a file that can be read, got gone: .*"),
         (

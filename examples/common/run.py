@@ -4,26 +4,31 @@ runs/train_gpt-20261128-041500/
     settings.json       what was chosen, and what --resume starts from
     metrics.jsonl       one line a step
     checkpoints/        see distributed/checkpoint_files.py
-    pid                 of rank 0: `kill -TERM $(cat .../pid)` saves and ends the run
+    pid                 rank 0's process: `kill -TERM $(cat .../pid)` saves and ends the run
     summary.json        at the end, with loss.png, throughput.png, exposed_communication.png and timeline.*
 """
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
+import math
 import os
+import shutil
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from common.command_line import CHECKPOINTS, RUNS, SETTINGS_FILE, fail, settings_json
+from common.command_line import CHECKPOINTS, RUNS, SETTINGS_FILE, fail, flag_of, script_name, to_save
 from common.plots import draw_plots, read_metrics
 from common.progress import Progress
 from common.settings import RunSettings
@@ -37,6 +42,7 @@ from pipeline.measured import predict, timeline
 
 METRICS = "metrics.jsonl"
 PID = "pid"
+SUMMARY = "summary.json"
 TIMELINE_WIDTH = 900.0  # points
 
 
@@ -85,18 +91,22 @@ class Run:
         self._samples_per_step = settings.batch * size
         self._loss_unit = loss_unit
         self._line: dict[str, Any] = {}  # of the step under way
-        new = RUNS / f"{Path(sys.argv[0]).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-        self.folder: Path = comm.gather_objects(Path(settings.run) if settings.run else new)[0]
-        fault = comm.gather_objects(self._open_folder())[0]
+        self._start_line = describe(comm, device=device)
+        self.folder, fault = comm.gather_objects(self._open_folder())[0]
         if fault is not None:
             fail(fault)
-        self.say(describe(comm, device=device))
-        self.say(f"{self.folder}: to save and end this run early, kill -TERM {os.getpid()}")
+        self.say(self._start_line)
+        self.say(f"{self.folder}: Ctrl-C, or kill -TERM {os.getpid()}, saves and ends this run")
 
     def say(self, words: str) -> None:
         """Print on rank 0, unless the run is quiet."""
         if self._comm.rank == 0 and not self.settings.quiet:
             print(words, flush=True)
+
+    def warn(self, words: str) -> None:
+        """Print on rank 0's stderr, also where the run is quiet."""
+        if self._comm.rank == 0:
+            print(words, file=sys.stderr, flush=True)
 
     def steps(self, model: HasTensors, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
         """Yield the number of each step that is still to be done; between them save, and end early if asked to."""
@@ -105,11 +115,18 @@ class Run:
             folder = self.folder / CHECKPOINTS
             checkpoints = Checkpointer(folder, self._comm, model, optimizer, keep_last=settings.keep)
             first = self._go_on(checkpoints, batches, optimizer)
+            yield from self._steps(first, checkpoints, optimizer, batches)
         except (CheckpointError, ValueError) as error:  # the same on every rank
             fail(str(error))
+
+    def _steps(self, first: int, checkpoints: Checkpointer, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
+        settings = self.settings
+        fault = self._comm.gather_objects(self._begin_files(first))[0]
+        if fault is not None:
+            fail(fault)
         look = settings.progress if self._comm.rank == 0 and not settings.quiet else "none"
         with (
-            self._metrics(first) as metrics,
+            (self.folder / METRICS).open("a") if self._comm.rank == 0 else open(os.devnull, "w") as metrics,
             StopRequest(self._comm) as stop,
             Progress(first, settings.steps, look=look) as progress,
         ):
@@ -119,6 +136,12 @@ class Run:
                 self._line = {"step": step, "learning_rate": optimizer.lr}
                 yield step
                 line = self._measure(time.perf_counter() - start, self._comm.waited_seconds - waited)
+                if not math.isfinite(line["loss"]):
+                    checkpoints.wait()
+                    raise ValueError(
+                        f"the loss of step {step} is {line['loss']}, and what follows would be too: go on from a "
+                        f"checkpoint in {checkpoints.folder} with a lower --lr"
+                    )
                 metrics.write(json.dumps(line) + "\n")
                 metrics.flush()  # what a kill leaves must reach the checkpoint that it leaves
                 done = step + 1
@@ -127,13 +150,12 @@ class Run:
                 progress.update(f"loss {line['loss']:.3f}, {speed:,.0f} {self._samples}/s")
                 self.stopped = stop.agreed() and done < settings.steps
                 if self.stopped or done == settings.steps or done % settings.save_every == 0:
-                    checkpoints.save(done, {"data": batches.state_dict(), "settings": asdict(settings)})
+                    checkpoints.save(done, {"data": batches.state_dict()} | to_save(settings))
                 if self.stopped:
                     break
             checkpoints.wait()
         if self.stopped:
-            if self._comm.rank == 0:
-                self._leave()
+            self._leave()
             self.say(f"stopped after step {done} as asked; to go on: --resume auto --run {self.folder}")
 
     def log(self, loss: float, **more: float) -> None:
@@ -159,42 +181,51 @@ class Run:
                 (self.folder / f"timeline_{name}.svg").write_text(page)
 
     def end(self, **figures: float) -> None:
-        """Draw the plots, and sum the run up on the screen and in `summary.json`, with `figures` of your own."""
-        if self._comm.rank != 0:
+        """Sum the run up on the screen and in `summary.json`, with `figures` of your own, unless it was stopped."""
+        if self.stopped or self._comm.rank != 0:
             return
         steps = read_metrics(self.folder / METRICS)  # those before a resume too
         seconds = sum(step["seconds"] for step in steps)
-        summary = {
-            "steps": len(steps),
-            "seconds": seconds,
-            "loss": steps[-1]["loss"],
-            self._speed: sum(step[self._speed] * step["seconds"] for step in steps) / seconds,
-            "exposed_comm_share": sum(step["exposed_comm_seconds"] for step in steps) / seconds,
-        } | figures
-        with whole(self.folder / "summary.json") as path:
-            path.write_text(json.dumps(summary, indent=2) + "\n")
+        samples = sum(step[self._speed] * step["seconds"] for step in steps)
+        waited = sum(step.get("exposed_comm_seconds", 0.0) for step in steps)
+        summary = {"steps": len(steps), "seconds": seconds, "loss": steps[-1]["loss"], self._speed: samples / seconds}
+        time_taken = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
+        words = f"{len(steps)} steps in {time_taken}, {samples / seconds:,.0f} {self._samples}/s"
+        if self._comm.size > 1:
+            summary["exposed_comm_share"] = waited / seconds
+            words += f", {waited / seconds:.0%} of it in waits for other ranks"
+        with whole(self.folder / SUMMARY) as path:
+            path.write_text(json.dumps(summary | figures, indent=2) + "\n")
         self._leave()
-        self.say(
-            f"{len(steps)} steps in {seconds:.0f} s, {summary[self._speed]:,.0f} {self._samples}/s, "
-            f"{summary['exposed_comm_share']:.0%} of it in waits for other ranks"
-        )
+        self.say(f"{words}\nplots, metrics and checkpoints are in {self.folder}")
 
     @property
     def _speed(self) -> str:
         return f"{self._samples}_per_second"
 
-    def _open_folder(self) -> str | None:
-        """Make the folder on rank 0, and say there what is wrong with it."""
-        if self._comm.rank != 0:
-            return None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with whole(self.folder / SETTINGS_FILE) as path:
-                path.write_text(settings_json(self.settings))
-            (self.folder / PID).write_text(f"{os.getpid()}\n")
-        except OSError as error:
-            return f"--run must be a folder that can be written to, got {self.folder}: {error.strerror}"
-        return None
+    def _open_folder(self) -> tuple[Path, str | None]:
+        """Make the folder on rank 0, and keep other processes out of it; return what is wrong with it there."""
+        name = f"{script_name()}-{datetime.now():%Y%m%d-%H%M%S}"
+        folders = [Path(self.settings.run)] if self.settings.run else _new_folders(name)
+        for folder in folders:
+            if self._comm.rank != 0:
+                return folder, None
+            try:
+                folder.mkdir(parents=True, exist_ok=self.settings.run is not None)
+                lock = os.open(folder / PID, os.O_RDWR | os.O_CREAT)
+                weakref.finalize(self, os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however that ends
+                (folder / PID).write_text(f"{os.getpid()}\n")
+            except BlockingIOError:
+                return folder, f"{folder} is being run by process {(folder / PID).read_text().strip()}: end that first"
+            except FileExistsError as error:
+                if self.settings.run is not None:
+                    return folder, f"--run must be a folder that can be written to, got {folder}: {error.strerror}"
+                continue  # another run of this second
+            except OSError as error:
+                return folder, f"--run must be a folder that can be written to, got {folder}: {error.strerror}"
+            return folder, None
+        raise AssertionError("there is always another name")
 
     def _go_on(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer) -> int:
         """Load what is to be resumed; return the first step to do."""
@@ -206,39 +237,72 @@ class Run:
             self.say("nothing to resume yet: starts at step 0")
             return 0
         for reason in loaded.refused:
-            self.say(f"passed over {reason}")
-        batches.load_state_dict(loaded.state["data"])
+            self.warn(f"passed over {reason}")
         if loaded.step > self.settings.steps:
-            raise ValueError(f"--steps must be at least the {loaded.step} that are done, got {self.settings.steps}")
+            raise CheckpointError(
+                f"--steps must be at least the {loaded.step} that are done, got {self.settings.steps}"
+            )
+        try:
+            batches.load_state_dict(loaded.state["data"])
+            before = dict(loaded.state["settings"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{loaded.path} is of no such run: {error}") from error
+        changed = [
+            f"{flag_of(f.name)} {before[f.name]} -> {getattr(self.settings, f.name)}"
+            for f in fields(self.settings)
+            if not f.metadata["once"] and before.get(f.name) != getattr(self.settings, f.name)
+        ]
         self.say(f"goes on after step {loaded.step} of {loaded.path}, learning rate {optimizer.lr:.3g}")
+        if changed:
+            self.say(f"with {', '.join(changed)}")
+        if loaded.step == self.settings.steps:
+            self.say(f"all {loaded.step} steps are done: --steps {2 * loaded.step} would do more")
+        if loaded.path.parent != self.folder / CHECKPOINTS and self._comm.rank == 0:  # a new run, from there
+            earlier = loaded.path.parent.parent / METRICS
+            if earlier.is_file():
+                shutil.copyfile(earlier, self.folder / METRICS)
         return loaded.step
 
-    @contextmanager
-    def _metrics(self, first: int) -> Iterator[IO[str]]:
-        """Open the metrics, which keep the lines of the steps that are not done again."""
+    def _begin_files(self, first: int) -> str | None:
+        """Write the settings, and cut the metrics where the run goes on; return what is wrong with that."""
         if self._comm.rank != 0:
-            with open(os.devnull, "w") as nowhere:
-                yield nowhere
-            return
+            return None
         path = self.folder / METRICS
-        kept = [line for line in read_metrics(path) if line["step"] < first] if path.exists() and first else []
-        with whole(path) as unfinished:
-            unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        with path.open("a") as file:
-            yield file
+        try:
+            kept = [line for line in read_metrics(path) if line["step"] < first] if path.exists() and first else []
+            with whole(path) as unfinished:
+                unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            with whole(self.folder / SETTINGS_FILE) as unfinished:
+                settings = to_save(self.settings) | {"start": self._start_line}
+                unfinished.write_text(json.dumps(settings, indent=2) + "\n")
+            if first < self.settings.steps:
+                (self.folder / SUMMARY).unlink(missing_ok=True)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return None
 
     def _measure(self, seconds: float, waited: float) -> dict[str, Any]:
         """Return the line of the step that has ended."""
         if "loss" not in self._line:
             raise RuntimeError("every step logs its loss: call run.log(loss) before the end of the loop's body")
-        waited = float(self._comm.allreduce(np.array([waited]), op=ReduceOp.MEAN).wait()[0])
-        speed = self._samples_per_step / seconds
-        return self._line | {"seconds": seconds, self._speed: speed, "exposed_comm_seconds": waited}
+        line = self._line | {"seconds": seconds, self._speed: self._samples_per_step / seconds}
+        if self._comm.size > 1:
+            mean = self._comm.allreduce(np.array([waited]), op=ReduceOp.MEAN).wait()
+            line["exposed_comm_seconds"] = float(mean[0])
+        return line
 
     def _leave(self) -> None:
-        """Draw the plots, and take the sign off the door. For rank 0."""
+        """Draw the plots, and take the sign off the door."""
+        if self._comm.rank != 0:
+            return
         (self.folder / PID).unlink(missing_ok=True)
         try:
             draw_plots(self.folder, loss_unit=self._loss_unit)
         except ModuleNotFoundError as error:
             self.say(f"no plots: {error}")
+
+
+def _new_folders(name: str) -> Iterator[Path]:
+    """Yield folders for a new run, one after another until one is free."""
+    yield RUNS / name
+    yield from (RUNS / f"{name}-{number}" for number in itertools.count(2))

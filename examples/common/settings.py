@@ -17,13 +17,14 @@ T = TypeVar("T")
 Rule = tuple[bool, str]  # whether it holds, and what to say if it does not
 
 
-def flag(default: T, help: str, metavar: str | None = None, *, fixed: bool = False) -> T:
+def flag(default: T, help: str, metavar: str | None = None, *, fixed: bool = False, once: bool = False) -> T:
     """Declare a field together with its flag.
 
     Args:
         fixed: what is resumed must have it as it was: a checkpoint fits no other value.
+        once: of one start alone: what is resumed does not take it over.
     """
-    return field(default=default, metadata={"help": help, "metavar": metavar, "fixed": fixed})
+    return field(default=default, metadata={"help": help, "metavar": metavar, "fixed": fixed, "once": once})
 
 
 def other_default(kind: type, name: str, default: T) -> T:
@@ -40,17 +41,22 @@ class RunSettings:
     batch: int = flag(48, "samples in a step, over all ranks: the same batch trains the same model in any layout")
     lr: float = flag(3e-3, "peak learning rate", "RATE")
     seed: int = flag(0, "start of all random numbers; the same seed gives the same run", fixed=True)
-    run: str | None = flag(None, "folder for all that the run leaves (default: a new one in runs/)", "FOLDER")
+    run: str | None = flag(
+        None, "folder for all that the run leaves (default: a new one in runs/)", "FOLDER", once=True
+    )
     resume: str | None = flag(
         None,
-        "auto goes on with the run in --run, or with the newest one; flags that are not given are as they were. "
-        "A checkpoint's folder goes on from there",
+        "auto goes on with the run in --run, or with the newest one; the folder of a checkpoint starts a new run from "
+        "there. Flags that are not given are as they were",
         "{auto,FOLDER}",
+        once=True,
     )
     save_every: int = flag(100, "steps between two checkpoints; the last step is always saved")
     keep: int = flag(3, "checkpoints that stay")
-    progress: str = flag("auto", "auto is a bar where stderr is a terminal; mpirun hides terminals", "{auto,bar,lines}")
-    quiet: bool = flag(False, "say nothing but errors")
+    progress: str = flag(
+        "auto", "auto is a bar where stderr is a terminal; mpirun hides terminals", "{auto,bar,lines}", once=True
+    )
+    quiet: bool = flag(False, "say nothing but warnings and errors", once=True)
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         """Yield what must hold on so many ranks; a rule may rely on those before it."""
@@ -70,7 +76,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings(RunSettings):
-    """Of a script whose ranks are all replicas: each needs a sample."""
+    """Of a script whose ranks are all replicas."""
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
@@ -103,7 +109,6 @@ class GPTSettings(RunSettings):
         "what to learn: a file or a folder of files, as bytes, or tokens of your own as .npy "
         "(default: the reference text that comes with Python)",
         "PATH",
-        fixed=True,
     )
     vocab: int = flag(256, "number of different tokens; bytes are 256", fixed=True)
     dtype: str = flag("float32", "of parameters and activations", "{float32,float64}", fixed=True)
@@ -188,6 +193,8 @@ class HybridSettings(ScheduleSettings):
         yield from (self._at_least_1(name) for name in ("dp", "pp"))
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         product = f"dp * pp must equal the number of ranks, got dp={self.dp}, pp={self.pp} and {ranks}"
+        if self.dp * self.pp == 1:
+            product += f"; --dp {world_size} makes replicas, --pp {world_size} a pipeline"
         yield self.dp * self.pp == world_size, product
         yield from super().rules(self.pp)
         num_parts = self.dp * self.num_microbatches

@@ -33,18 +33,21 @@ def load_tokens(path: str | None, *, vocab_size: int | None = None) -> Tokens:
     return tokens
 
 
-def split(tokens: Tokens, *, context: int, validation_fraction: float = 0.1) -> tuple[Tokens, Tokens]:
+def split(
+    tokens: Tokens, *, context: int, num_windows: int = 1, validation_fraction: float = 0.1
+) -> tuple[Tokens, Tokens]:
     """Cut off the end, for validation on what was never trained on. Nothing is copied.
 
     Raises:
-        ValueError: one of the parts has no window of `context` tokens and the token after it.
+        ValueError: one of the parts has not so many windows of `context` tokens, each with the token after it.
     """
     start = len(tokens) - int(len(tokens) * validation_fraction)
     train, validation = tokens[:start], tokens[start:]
-    if min(len(train), len(validation)) <= context:
+    least = num_windows * context + 1
+    if min(len(train), len(validation)) < least:
         raise ValueError(
-            f"the text must give more than context tokens to training and to validation, "
-            f"got {len(train)} and {len(validation)} tokens and context={context}"
+            f"the text must give at least {least} tokens to training and to validation, for --context {context} "
+            f"times {num_windows}, got {len(train)} and {len(validation)}"
         )
     return train, validation
 
