@@ -59,8 +59,9 @@ def test_shortest_text_that_is_long_enough(context: int, num_windows: int) -> No
 @pytest.mark.parametrize(("length", "context", "num_windows"), [(200, 20, 1), (200, 10, 2), (0, 1, 1), (9, 1, 1)])
 def test_text_shorter_than_its_windows_is_refused(length: int, context: int, num_windows: int) -> None:
     least = num_windows * context + 1
-    rule = f"the text must give at least {least} tokens to training and to validation, for --context {context} times {num_windows},"
-    with pytest.raises(ValueError, match=f"^{rule} got {length - length // 10} and {length // 10}$"):
+    rule = f"the text must give at least {least} tokens to training and to validation"
+    cause = f"for --context {context} times {num_windows}"
+    with pytest.raises(ValueError, match=f"^{rule}, {cause}, got {length - length // 10} and {length // 10}$"):
         text.split(TEXT[:length], context=context, num_windows=num_windows)
 
 

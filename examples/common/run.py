@@ -11,7 +11,6 @@ runs/train_gpt-20261128-041500/
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -205,27 +204,23 @@ class Run:
 
     def _open_folder(self) -> tuple[Path, str | None]:
         """Make the folder on rank 0, and keep other processes out of it; return what is wrong with it there."""
-        name = f"{script_name()}-{datetime.now():%Y%m%d-%H%M%S}"
-        folders = [Path(self.settings.run)] if self.settings.run else _new_folders(name)
-        for folder in folders:
-            if self._comm.rank != 0:
-                return folder, None
-            try:
-                folder.mkdir(parents=True, exist_ok=self.settings.run is not None)
-                lock = os.open(folder / PID, os.O_RDWR | os.O_CREAT)
-                weakref.finalize(self, os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however that ends
-                (folder / PID).write_text(f"{os.getpid()}\n")
-            except BlockingIOError:
-                return folder, f"{folder} is being run by process {(folder / PID).read_text().strip()}: end that first"
-            except FileExistsError as error:
-                if self.settings.run is not None:
-                    return folder, f"--run must be a folder that can be written to, got {folder}: {error.strerror}"
-                continue  # another run of this second
-            except OSError as error:
-                return folder, f"--run must be a folder that can be written to, got {folder}: {error.strerror}"
+        given = self.settings.run
+        folder = Path(given) if given is not None else RUNS / f"{script_name()}-{datetime.now():%Y%m%d-%H%M%S}"
+        if self._comm.rank != 0:
             return folder, None
-        raise AssertionError("there is always another name")
+        try:
+            if given is None:
+                folder = _make_new(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / PID, os.O_RDWR | os.O_CREAT)
+            weakref.finalize(self, os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however that ends
+            (folder / PID).write_text(f"{os.getpid()}\n")
+        except BlockingIOError:
+            return folder, f"{folder} is being run by process {(folder / PID).read_text().strip()}: end that first"
+        except OSError as error:
+            return folder, f"--run must be a folder that can be written to, got {folder}: {error.strerror}"
+        return folder, None
 
     def _go_on(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer) -> int:
         """Load what is to be resumed; return the first step to do."""
@@ -302,7 +297,11 @@ class Run:
             self.say(f"no plots: {error}")
 
 
-def _new_folders(name: str) -> Iterator[Path]:
-    """Yield folders for a new run, one after another until one is free."""
-    yield RUNS / name
-    yield from (RUNS / f"{name}-{number}" for number in itertools.count(2))
+def _make_new(folder: Path, number: int = 1) -> Path:
+    """Make a folder of this name, or of the next one that no other run of this second has taken."""
+    new = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+    try:
+        new.mkdir(parents=True)
+    except FileExistsError:
+        return _make_new(folder, number + 1)
+    return new
