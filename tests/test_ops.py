@@ -251,5 +251,5 @@ def test_scatter_add_rows_adds_repeated_rows() -> None:
 
 def test_a_gpu_array_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ModuleNotFoundError, match="a GPU array needs CuPy: pip install cupy-cuda12x"):
+    with pytest.raises(ModuleNotFoundError, match="GPU arrays need CuPy: pip install cupy-cuda12x"):
         to_device(np.ones(2))

@@ -20,10 +20,23 @@
 # **How much time do they lose, and on what does it depend?**
 
 # %%
-import matplotlib.pyplot as plt
-from IPython.display import SVG
+from tempfile import NamedTemporaryFile
 
-from pipeline import BW, SCHEDULES, F, draw, draw_order, picture, simulate, svg
+import matplotlib.pyplot as plt
+from IPython.display import Image
+
+from pipeline import BW, SCHEDULES, F, draw, draw_order, picture, simulate, write_png
+
+BLUE, GREEN, ORANGE = "#6aaee8", "#4fb98a", "#efb551"
+plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}
+
+
+def show(timeline, title):
+    """Return a timeline as a PNG, which every viewer of notebooks can show."""
+    with NamedTemporaryFile() as file:
+        write_png(picture(timeline, title), file.name)
+        return Image(file.read(), retina=True)  # two dots a point
+
 
 # %% [markdown]
 # ## An order is data
@@ -65,7 +78,7 @@ timeline = simulate(orders, num_stages=P)
 print(draw(timeline))
 
 # %%
-SVG(svg(picture(timeline, f"GPipe: {P} ranks, {M} micro-batches")))
+show(timeline, f"GPipe: {P} ranks, {M} micro-batches")
 
 # %% [markdown]
 # The grey is the *bubble*. Count it on the last rank. Before its first forward it waits until micro-batch 0 has
@@ -87,14 +100,18 @@ print(f"every rank is idle for {idle:g} of {timeline.makespan:g}: {timeline.bubb
 
 # %%
 counts = [1, 2, 4, 8, 16, 32, 64]
-plt.figure(figsize=(7, 3.2), dpi=80)
-for p in (2, 4, 8):
+_, axes = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
+for p, colour in ((2, BLUE), (4, GREEN), (8, ORANGE)):
     bubbles = [simulate(SCHEDULES["gpipe"].orders(p, m), num_stages=p).bubble_fraction for m in counts]
     assert bubbles == [(p - 1) / m for m in counts], f"the formula must hold for {p} ranks: {bubbles}"
-    (line,) = plt.loglog(counts, [(p - 1) / m for m in counts], label=f"P = {p}")
-    plt.plot(counts, bubbles, "o", color=line.get_color())
-plt.xticks(counts, counts), plt.yticks([0.01, 0.1, 1, 10], ["1%", "10%", "100%", "1000%"])
-plt.xlabel("micro-batches M"), plt.ylabel("bubble / ideal time"), plt.legend()
+    axes.plot(counts, [(p - 1) / m for m in counts], color=colour, label=f"P = {p}")
+    axes.plot(counts, bubbles, "o", color=colour)
+axes.set(xscale="log", yscale="log", xlabel="micro-batches M", ylabel="bubble / ideal time")
+axes.set_xticks(counts, counts)
+axes.set_yticks([0.01, 0.1, 1, 10], ["1%", "10%", "100%", "1000%"])
+axes.minorticks_off()
+axes.set_title("GPipe's bubble: formula (lines) and simulation (dots)", fontsize=10)
+axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
@@ -110,16 +127,15 @@ plt.show()
 early = simulate(SCHEDULES["1f1b"].orders(P, M), num_stages=P)
 assert early.makespan == timeline.makespan, "another order of the same work, as long as GPipe"
 assert early.peak_microbatches == [P - rank for rank in range(P)], early.peak_microbatches
-SVG(svg(picture(early, f"1F1B: {P} ranks, {M} micro-batches")))
+show(early, f"1F1B: {P} ranks, {M} micro-batches")
 
 # %% [markdown]
 # ## A smaller bubble: smaller steps
 #
 # The bubble is the time to fill and to drain the pipeline. It shrinks if the first micro-batch arrives sooner, and it
-# does when stages are smaller. *Interleaved 1F1B* gives each rank V stages instead of one: here rank 0 has stages 0
-# and
-# 3. Each is half the work, so that filling takes half the time. (The picture is drawn twice as wide for the same
-#    time.)
+# does when stages are smaller. *Interleaved 1F1B* gives each rank V stages instead of one: here rank 0 has the
+# stages 0 and 3; each is half the work, so that filling takes half the time. (The picture is drawn twice as wide for
+# the same time.)
 
 # %%
 from pipeline import interleaved_1f1b
@@ -129,7 +145,7 @@ two_chunks = interleaved_1f1b(V)
 halves = {"forward": 1 / V, "backward_input": 1 / V, "backward_weight": 1 / V}
 interleaved = simulate(two_chunks.orders(P, M), num_stages=V * P, **halves)
 assert interleaved.makespan_bubble(0) == timeline.makespan_bubble(0) / V, "the bubble is divided by V"
-SVG(svg(picture(interleaved, f"Interleaved 1F1B: {V * P} stages on {P} ranks, {M} micro-batches")))
+show(interleaved, f"Interleaved 1F1B: {V * P} stages on {P} ranks, {M} micro-batches")
 
 # %% [markdown]
 # Nothing is free: V times smaller stages have V times as many borders, nearly, and each of them costs a message per
@@ -156,11 +172,14 @@ for one in (SCHEDULES["gpipe"], SCHEDULES["1f1b"], two_chunks):
 
 # %%
 counts = range(P, 25, P)
-plt.figure(figsize=(7, 3), dpi=80)
-for one in (SCHEDULES["gpipe"], two_chunks, SCHEDULES["1f1b"]):
+_, axes = plt.subplots(figsize=(7.5, 3), layout="constrained")
+for one, colour in ((SCHEDULES["gpipe"], ORANGE), (two_chunks, GREEN), (SCHEDULES["1f1b"], BLUE)):
     lines = [simulate(one.orders(P, m), num_stages=one.num_stages(P)) for m in counts]
-    plt.plot(counts, [t.peak_microbatches[0] / one.num_chunks for t in lines], "o-", label=one.name)
-plt.xlabel("micro-batches M"), plt.ylabel("peak on rank 0"), plt.xticks(counts), plt.ylim(0), plt.legend()
+    peaks = [timeline.peak_microbatches[0] / one.num_chunks for timeline in lines]
+    axes.plot(counts, peaks, "o-", color=colour, label=one.name)
+axes.set(xlabel="micro-batches M", ylabel="peak on rank 0", xticks=counts, ylim=(0, None))
+axes.set_title("activations, in micro-batches of a whole rank", fontsize=10)
+axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]

@@ -21,15 +21,27 @@
 # %%
 import time
 import tracemalloc
+from tempfile import NamedTemporaryFile
 
 import matplotlib.pyplot as plt
 import numpy as np
-from IPython.display import SVG
+from IPython.display import Image
 
 import minigrad as mg
 from minigrad import nn
 from minigrad.models.gpt import GPTBlock, GPTConfig
-from pipeline import SCHEDULES, B, W, picture, simulate, svg
+from pipeline import SCHEDULES, B, W, picture, simulate, write_png
+
+BLUE, GREEN, ORANGE, GREY = "#6aaee8", "#4fb98a", "#efb551", "#d9dfe5"
+plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}
+
+
+def show(timeline, title):
+    """Return a timeline as a PNG, which every viewer of notebooks can show."""
+    with NamedTemporaryFile() as file:
+        write_png(picture(timeline, title), file.name)
+        return Image(file.read(), retina=True)  # two dots a point
+
 
 # %% [markdown]
 # ## A backward is two products
@@ -130,14 +142,14 @@ def run(name, num_ranks=P, num_microbatches=M, f=1.0, b=1.0, w=1.0):
     return simulate(orders, num_stages=schedule.num_stages(num_ranks), **times)
 
 
-SVG(svg(picture(run("1f1b"), f"1F1B: {P} ranks, {M} micro-batches")))
+show(run("1f1b"), f"1F1B: {P} ranks, {M} micro-batches")
 
 # %% [markdown]
 # `zero_bubble_h1` is 1F1B with split backwards. The gradient travels up after B alone, and each W goes where a rank
 # would be idle.
 
 # %%
-SVG(svg(picture(run("zero_bubble_h1"), f"Zero bubble H1: {P} ranks, {M} micro-batches")))
+show(run("zero_bubble_h1"), f"Zero bubble H1: {P} ranks, {M} micro-batches")
 
 # %% [markdown]
 # Filling still takes P - 1 forwards. Draining takes P - 1 times B instead of B + W, and meanwhile a rank does P - 1
@@ -164,7 +176,7 @@ for p in (2, 3, 4, 8):
 # %%
 h2 = run("zero_bubble_h2")
 assert h2.span_bubble == 0, "nobody waits between its first and its last action"
-SVG(svg(picture(h2, f"Zero bubble H2: {P} ranks, {M} micro-batches")))
+show(h2, f"Zero bubble H2: {P} ranks, {M} micro-batches")
 
 # %% [markdown]
 # `zbv` gets there with less memory. Each rank has two stages, placed in a V: down the ranks and up again. The last
@@ -174,7 +186,8 @@ SVG(svg(picture(h2, f"Zero bubble H2: {P} ranks, {M} micro-batches")))
 # %%
 zbv = run("zbv")
 assert zbv.span_bubble == 0, "nobody waits between its first and its last action"
-SVG(svg(picture(zbv, f"ZBV: {2 * P} stages on {P} ranks, {M} micro-batches")))
+assert zbv.makespan_bubble(0) == h2.makespan_bubble(0) / 2, "the slant is half as long, as the stages are half the size"
+show(zbv, f"ZBV: {2 * P} stages on {P} ranks, {M} micro-batches")
 
 # %% [markdown]
 # ## What it costs
@@ -215,14 +228,16 @@ assert 0.5 < deferred_share < 1.5, f"from B to W a block keeps about what it kep
 # way:
 
 # %%
-names = ["1f1b", "zero_bubble_h1", "zero_bubble_h2", "zbv"]
-plt.figure(figsize=(7, 3), dpi=80)
-for i, name in enumerate(names):
+names = {"1f1b": GREY, "zero_bubble_h1": BLUE, "zero_bubble_h2": ORANGE, "zbv": GREEN}
+_, axes = plt.subplots(figsize=(7.5, 3), layout="constrained")
+for i, (name, colour) in enumerate(names.items()):
     share = 1 / SCHEDULES[name].num_chunks
     peaks = run(name).peak_memory(activations=share, deferred=share * deferred_share)
-    plt.bar(np.arange(P) + 0.2 * i - 0.3, peaks, width=0.18, label=name)
-plt.xticks(range(P), [f"rank {rank}" for rank in range(P)])
-plt.ylabel("peak, in micro-batches"), plt.ylim(0, 7.5), plt.legend(ncols=2)
+    axes.bar(np.arange(P) + 0.2 * i - 0.3, peaks, 0.18, color=colour, label=name)
+axes.set_xticks(range(P), [f"rank {rank}" for rank in range(P)])
+axes.set(ylabel="peak, in micro-batches", ylim=(0, 7.5))
+axes.set_title("activations and weight halves put off", fontsize=10)
+axes.legend(frameon=False, ncols=2)
 plt.show()
 
 # %% [markdown]
@@ -246,17 +261,25 @@ print(f"F {f:.2f} ms, B {b:.2f} ms, W {w:.2f} ms")
 
 # %% [markdown]
 # Simulate a pipeline of eight such blocks with the times that you have just measured, beside the one with equal
-# times.
+# times. A bar is the whole bubble, in two parts: the longest that a rank waits between its first and its last action,
+# and the rest, the slant at both ends, where the pipeline fills and drains.
 
 # %%
-times = {"F = B = W": (1, 1, 1), "measured": (f, b, w)}
-shares = {label: [run(name, 8, 24, *t).bubble_fraction for name in names] for label, t in times.items()}
-plt.figure(figsize=(7, 3), dpi=80)
-for i, (label, bubbles) in enumerate(shares.items()):
-    bars = plt.bar(np.arange(len(names)) + 0.4 * i - 0.2, bubbles, width=0.38, label=label)
-    plt.bar_label(bars, fmt="{:.1%}")
+figure, panels = plt.subplots(1, 2, sharex=True, sharey=True, figsize=(7.5, 2.8), layout="constrained")
+for axes, title, times in zip(panels, ("F = B = W", "measured"), ((1, 1, 1), (f, b, w)), strict=True):
+    timelines = [run(name, 8, 24, *times) for name in names]
+    bubbles = np.array([timeline.bubble_fraction for timeline in timelines])
+    inside = np.array([timeline.span_bubble / timeline.ideal for timeline in timelines])
+    axes.barh(range(len(names)), inside, 0.6, color=BLUE, label="between first and last action")
+    slant = axes.barh(range(len(names)), bubbles - inside, 0.6, left=inside, color=GREY, label="slant")
+    axes.bar_label(slant, [f"{share:.1%}" for share in bubbles], padding=3)
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="bubble / ideal time", xlim=(0, 0.36))
     assert bubbles[1] <= bubbles[0], "H1 is never longer than 1F1B, whatever F, B and W are"
-plt.xticks(range(len(names)), names), plt.ylabel("bubble / ideal time"), plt.ylim(0, 0.36), plt.legend()
+panels[0].set_yticks(range(len(names)), names)
+panels[0].set_xticks([0, 0.1, 0.2, 0.3], ["0%", "10%", "20%", "30%"])
+panels[0].invert_yaxis()
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", frameon=False, ncols=2)
 plt.show()
 
 # %% [markdown]
@@ -264,8 +287,9 @@ plt.show()
 #
 # Half of a backward is waited for by nobody, so it can be done where a rank would be idle. At equal times that takes
 # away two thirds of the bubble, without any change in the numbers and with no more memory than 1F1B's first rank has.
-# The rest goes with twice the memory, or with two stages a rank. What it is for your model depends on W: the shorter it
-# is beside F and B, the less there is to fill with.
+# What is left between a rank's first and its last action goes with twice the memory, or with two stages a rank. The
+# slant at both ends, where the pipeline fills and drains, stays; with two stages a rank it is half as long. What it is
+# for your model depends on W: the shorter it is beside F and B, the less there is to fill with.
 #
 # ## Things to try
 #

@@ -2,14 +2,17 @@
 """Makes each notebook from its text: cells from the .py file, outputs from running them; `make notebooks` runs it.
 
 The text is the source, to be read, changed and reviewed. The .ipynb is committed too, so that the pictures show where
-no Python runs. Nothing in it depends on when or where it was made, so it changes only where a cell or an output does.
+no Python runs. It holds no date, no path and no count of runs, so it changes only where a cell or an output does. Times
+that a notebook measures (5 and 6 do) are another output at every build: build those on a calm machine.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +20,7 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from PIL import Image
 from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
@@ -42,7 +46,7 @@ def build(source: Path) -> str:
 
     Raises:
         CellExecutionError: a cell failed.
-        ValueError: an output would be different at every run, or warns, or the outputs are too large.
+        ValueError: an output is not fit to be shown, see `check_output`, or the outputs are too large.
     """
     if source.suffix != ".py":
         raise ValueError(f"a notebook is made from its .py file, got {source}")
@@ -61,6 +65,8 @@ def build(source: Path) -> str:
         cell.id, cell.metadata = f"cell-{index}", {}
         for output in cell.get("outputs", []):
             check_output(output, f"{source.name}, cell {index}")
+            if "image/png" in output.get("data", {}):
+                output.data["image/png"] = _with_palette(output.data["image/png"])
         for counted in _counted(cell):
             counted.execution_count = None
     text: str = nbformat.writes(notebook) + "\n"
@@ -73,13 +79,24 @@ def check_output(output: NotebookNode, where: str) -> None:
     """Refuse what a reader should not see.
 
     Raises:
-        ValueError: the output was written to stderr, as warnings are, or shows a memory address.
+        ValueError: the output was written to stderr, as warnings are, shows a memory address, or is a picture
+            without a PNG, and GitHub may not show other kinds.
     """
     if output.get("name") == "stderr":
         raise ValueError(f"{where}: a cell writes nothing to stderr, got {output.text!r}")
     text = output.get("text") or output.get("data", {}).get("text/plain", "")
     if " at 0x" in text:
         raise ValueError(f"{where}: an output must be the same at every run, got an address: {text!r}")
+    pictures = sorted(kind for kind in output.get("data", {}) if kind.startswith("image/"))
+    if pictures and "image/png" not in pictures:
+        raise ValueError(f"{where}: a picture is shown as image/png, got {', '.join(pictures)}")
+
+
+def _with_palette(png: str) -> str:
+    """Return a picture, PNG in base64, with at most 256 colours: it looks the same and has a third of the bytes."""
+    file = BytesIO()
+    Image.open(BytesIO(b64decode(png))).convert("RGB").quantize(256).save(file, "PNG", optimize=True)
+    return b64encode(file.getvalue()).decode()
 
 
 def _counted(cell: NotebookNode) -> Iterator[NotebookNode]:
