@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import os
 import pickle
+import re
 import shutil
 import sys
 import threading
@@ -111,7 +112,7 @@ class MPICommunicator(Communicator):
 
     @property
     def library(self) -> str:
-        return MPI.Get_library_version().split(",")[0].strip()
+        return short_name(MPI.Get_library_version())
 
     @property
     def max_tag(self) -> int:
@@ -301,6 +302,17 @@ class MPICommunicator(Communicator):
             return describe() + self._label + self._describe_context()
 
         return self._engine.start(steps, describe_fully)
+
+
+def short_name(library_version: str) -> str:
+    """Return the name and the version in what an MPI says of itself, which may be pages about its build.
+
+    "MPICH Version:      5.0.2\\nMPICH Release date: ..."  ->  "MPICH 5.0.2"
+    """
+    line = library_version.partition("\n")[0]
+    line = re.sub(r"^MPI VERSION\s*:\s*", "", line)  # Cray's heading, before the name
+    line = re.split(r",| for | \(ANL ", line)[0]  # then: package, operating system, the MPICH that it is made from
+    return re.sub(r"\s+version\s*:?\s*", " ", line, flags=re.IGNORECASE).strip()
 
 
 def _new_engine(settings: Settings) -> Engine:

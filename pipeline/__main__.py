@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from pipeline import verify_command
+from pipeline import flags, verify_command
 from pipeline.action import Action
 from pipeline.check import validate
 from pipeline.deadlock import prove
@@ -18,12 +19,13 @@ from pipeline.picture import picture, svg
 from pipeline.png import write_png
 from pipeline.schedules import FORWARD_ONLY, SCHEDULES, Schedule
 from pipeline.simulate import Timeline, simulate
-from pipeline.text import dump, load
+from pipeline.text import dump
 from pipeline.trace import events, perfetto
 
 PROGRAM = "python -m pipeline"
 NAMES = {**SCHEDULES, FORWARD_ONLY.name: FORWARD_ONLY}
 RANKS, MICROBATCHES = 4, 8
+BOUNDARIES = "boundaries between stages"
 TIMES = {
     "forward": "a forward",
     "backward-input": "the input half of a backward",
@@ -46,45 +48,31 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], None]
 
 
-def numbers(text: str) -> list[float] | float:
-    """Read one number, or several with commas between."""
-    values = [float(number) for number in text.split(",")]
-    return values if len(values) > 1 else values[0]
-
-
-def named(name: str) -> Schedule:
-    """Find a schedule by its name, or read it from a file."""
-    if name.endswith(".csv"):
-        return load(name)
-    if name not in NAMES:
-        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a file that ends in .csv, got {name!r}")
-    return NAMES[name]
-
-
 # -- what several commands take ---------------------------------------------------------------
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
     """Declare a schedule and its sizes."""
     parser.add_argument("schedule", help=f"one of {', '.join(NAMES)}, or a .csv file")
-    parser.add_argument("--stages", type=int, metavar="N", help="stages of the model (default: as 4 ranks have)")
+    what = f"stages of the model (default: as {RANKS} ranks have)"
+    parser.add_argument("--stages", type=flags.count, metavar="N", help=what)
     add_microbatches(parser)
 
 
 def add_microbatches(parser: argparse.ArgumentParser) -> None:
     """Declare the number of micro-batches."""
-    parser.add_argument("--microbatches", type=int, metavar="M", help=f"micro-batches a step (default {MICROBATCHES})")
+    what = f"micro-batches a step (default {MICROBATCHES})"
+    parser.add_argument("--microbatches", type=flags.count, metavar="M", help=what)
 
 
 def add_messages(parser: argparse.ArgumentParser) -> None:
     """Declare what communication costs."""
-    for option, default, what in (
-        ("latency", 0.0, "time until another rank has the first byte of what an action made (default 0)"),
-        ("bandwidth", float("inf"), "bytes that go to another rank in a unit of time (default: any number)"),
-    ):
-        parser.add_argument(f"--{option}", type=float, default=default, metavar="X", help=what)
+    what = "time until another rank has the first byte of what an action made (default 0)"
+    parser.add_argument("--latency", type=flags.latency, default=0.0, metavar="X", help=what)
+    what = "bytes that go to another rank in a unit of time (default: any number)"
+    parser.add_argument("--bandwidth", type=flags.rate, default=math.inf, metavar="X", help=what)
     what = "bytes between two stages; with commas, one for each boundary (default 0)"
-    parser.add_argument("--message-bytes", type=numbers, default=0.0, metavar="B", help=what)
+    parser.add_argument("--message-bytes", type=flags.sizes, default=0.0, metavar="B", help=what)
 
 
 def add_simulation(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +80,7 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
     add_schedule(parser)
     for option, what in TIMES.items():
         help_text = f"time of {what} of one micro-batch; with commas, one for each stage (default 1)"
-        parser.add_argument(f"--{option}", type=numbers, default=1.0, metavar="T", help=help_text)
+        parser.add_argument(f"--{option}", type=flags.durations, default=1.0, metavar="T", help=help_text)
     add_messages(parser)
 
 
@@ -110,14 +98,19 @@ def checked(arguments: argparse.Namespace) -> Checked:
 
     Where no sizes are given, they are those that the schedule is written for, or else the usual ones.
     """
-    schedule = named(arguments.schedule)
+    schedule = flags.find_schedule(arguments.schedule, NAMES)
     num_ranks, num_microbatches = schedule.sizes or (RANKS, MICROBATCHES)
     if arguments.stages is not None:
+        if arguments.stages % schedule.num_chunks:
+            raise ValueError(
+                f"--stages must be a multiple of {schedule.num_chunks}, the stages that a rank has under "
+                f"{schedule.name}, got {arguments.stages}"
+            )
         num_ranks = schedule.num_ranks(arguments.stages)
     if arguments.microbatches is not None:
         num_microbatches = arguments.microbatches
     num_stages = schedule.num_stages(num_ranks)
-    orders = schedule.orders(num_ranks, num_microbatches)
+    orders = flags.orders_of(schedule, num_ranks, num_microbatches)
     validate(
         orders,
         num_stages=num_stages,
@@ -132,6 +125,9 @@ def checked(arguments: argparse.Namespace) -> Checked:
 def timeline_of(arguments: argparse.Namespace) -> tuple[str, Timeline]:
     """Simulate the schedule that was asked for; return a line that says what it is, and the result."""
     _, orders, num_stages, title = checked(arguments)
+    for option in TIMES:
+        flags.check_length(f"--{option}", getattr(arguments, option.replace("-", "_")), num_stages, "stages")
+    flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, BOUNDARIES)
     timeline = simulate(
         orders,
         num_stages=num_stages,
@@ -151,19 +147,27 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[str, Timeline]:
 def add_draw(parser: argparse.ArgumentParser) -> None:
     """Declare what `draw` takes."""
     add_simulation(parser)
-    for option in ("svg", "png", "perfetto"):
-        parser.add_argument(f"--{option}", type=Path, metavar="FILE", help=f"write a file for {option} too")
+    for option, what in (
+        ("svg", "write the drawing as SVG"),
+        ("png", "write the drawing as PNG, which needs matplotlib"),
+        ("perfetto", "write the timeline as JSON, to open in ui.perfetto.dev"),
+    ):
+        parser.add_argument(f"--{option}", type=Path, metavar="FILE", help=what)
 
 
 def run_draw(arguments: argparse.Namespace) -> None:
     """Print a schedule against time, and what it costs; write the files that are asked for."""
     title, timeline = timeline_of(arguments)
-    if arguments.svg:
-        arguments.svg.write_text(svg(picture(timeline, title)), encoding="utf-8")
-    if arguments.png:
-        write_png(picture(timeline, title), arguments.png)
-    if arguments.perfetto:
-        arguments.perfetto.write_text(perfetto(events(timeline)), encoding="utf-8")
+    drawing = picture(timeline, title)
+    writers: dict[str, Callable[[Path], object]] = {
+        "svg": lambda path: path.write_text(svg(drawing), encoding="utf-8"),
+        "png": lambda path: write_png(drawing, path),
+        "perfetto": lambda path: path.write_text(perfetto(events(timeline)), encoding="utf-8"),
+    }
+    for option, write in writers.items():
+        path = getattr(arguments, option)
+        if path is not None:
+            flags.write_file(f"--{option}", path, write)
     print(title)
     print(draw(timeline))
     print_costs(timeline)
@@ -189,24 +193,28 @@ def print_costs(timeline: Timeline) -> None:
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare what `compare` takes."""
     parser.add_argument("schedules", nargs="*", default=list(SCHEDULES), help="names or .csv files (default: all)")
-    parser.add_argument("--ranks", type=int, default=RANKS, metavar="P", help=f"ranks (default {RANKS})")
+    parser.add_argument("--ranks", type=flags.count, default=RANKS, metavar="P", help=f"ranks (default {RANKS})")
     add_microbatches(parser)
     for option, what in TIMES.items():
         help_text = f"time of {what} of one micro-batch on all stages of a rank (default 1)"
-        parser.add_argument(f"--{option}", type=float, default=1.0, metavar="T", help=help_text)
+        parser.add_argument(f"--{option}", type=flags.duration, default=1.0, metavar="T", help=help_text)
     add_messages(parser)
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
     """Print one row a schedule, on the same ranks with the same work."""
-    schedules = [named(name) for name in arguments.schedules]
+    schedules = [flags.find_schedule(name, NAMES) for name in arguments.schedules]
+    for schedule in schedules:
+        num_boundaries = schedule.num_stages(arguments.ranks) - 1
+        of_what = f"{BOUNDARIES} under {schedule.name}"
+        flags.check_length("--message-bytes", arguments.message_bytes, num_boundaries, of_what)
     num_microbatches = MICROBATCHES if arguments.microbatches is None else arguments.microbatches
     print(f"{arguments.ranks} ranks, {num_microbatches} micro-batches")
     print(f"{'':18}makespan  bubble/ideal  bubble/span  efficiency  peak micro-batches a rank")
     for schedule in schedules:
         share = 1 / schedule.num_chunks  # of a rank's work, that one stage has
         try:
-            orders = schedule.orders(arguments.ranks, num_microbatches)
+            orders = flags.orders_of(schedule, arguments.ranks, num_microbatches)
         except ValueError as rule:  # one that does not allow these sizes says so in its row
             print(f"{schedule.name:16}  {rule}")
             continue

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from pipeline.action import Action, ScheduleError
+from pipeline.action import Action, Kind, ScheduleError
 from pipeline.check import validate
 from pipeline.draw import draw_order
 from pipeline.schedules import Schedule
@@ -31,6 +31,7 @@ def parse(text: str) -> list[list[Action]]:
     Raises:
         ScheduleError: a cell is no action; the grid is drawn with the cell marked.
     """
+    kinds = ", ".join(kind.value for kind in Kind if kind.is_compute)  # a schedule's own; `lower` adds the others
     rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.strip().splitlines())]
     orders: list[list[Action]] = []
     for rank, row in enumerate(rows):
@@ -38,9 +39,10 @@ def parse(text: str) -> list[list[Action]]:
         for index, cell in enumerate(row):
             try:
                 orders[-1].append(Action.parse(cell))
-            except ValueError as fault:
+            except ValueError:
+                rule = f"a cell is a stage, one of {kinds}, and a micro-batch, as 1F0"
                 raise ScheduleError(
-                    f"{fault} on rank {rank}\n{draw_order(rows, [(rank, index)])}", [(rank, index)]
+                    f"{rule}; got {cell!r} on rank {rank}\n{draw_order(rows, [(rank, index)])}", [(rank, index)]
                 ) from None
     return orders
 
@@ -51,7 +53,10 @@ def from_text(text: str, name: str) -> Schedule:
     Raises:
         ScheduleError: it is not a training step; the grid is drawn with the faulty cell marked.
     """
-    orders = parse(text)
+    try:
+        orders = parse(text)
+    except ScheduleError as fault:
+        raise ScheduleError(f"{name}: {fault}", fault.cells) from None
     if not orders:
         raise ScheduleError(f"{name}: a schedule has one row a rank, got none")
     rank_of = {action.stage: rank for rank, order in reversed([*enumerate(orders)]) for action in order}
@@ -88,6 +93,11 @@ def load(path: str | PathLike[str]) -> Schedule:
 
     Raises:
         OSError: the file cannot be read.
-        ScheduleError: as `from_text`.
+        ScheduleError: it is not text, or as `from_text`.
     """
-    return from_text(Path(path).read_text(encoding="utf-8-sig"), Path(path).name)  # spreadsheets write a mark in front
+    name = Path(path).name
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets write a mark in front
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{name}: a schedule must be text in UTF-8") from None
+    return from_text(text, name)

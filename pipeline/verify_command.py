@@ -12,8 +12,8 @@ import numpy as np
 from distributed.world import launched_by_mpi, launcher_rank, world
 from minigrad.models import gpt, mlp
 from minigrad.ops import cross_entropy
-from pipeline.schedules import SCHEDULES
-from pipeline.text import load
+from pipeline import flags
+from pipeline.schedules import SCHEDULES, Schedule
 from pipeline.verify import Case, MismatchError, verify
 
 NUM_STEPS = 3
@@ -24,23 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verify` takes."""
     parser.add_argument("model", help="gpt, mlp, or MODULE:FUNCTION, a function that returns a pipeline.verify.Case")
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, or a .csv file")
-    for option, default, what in (("dp", 1, "replicas"), ("pp", 2, "ranks of a pipeline"), ("microbatches", 4, "M")):
-        parser.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
+    for option, default, what in (
+        ("dp", 1, "replicas"),
+        ("pp", 2, "ranks of a pipeline"),
+        ("microbatches", 4, "micro-batches a step"),
+    ):
+        what = f"{what} (default {default})"
+        parser.add_argument(f"--{option}", type=flags.count, default=default, metavar="N", help=what)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train the model in one process and spread over ranks, which are threads outside mpirun; compare and report."""
-    name = arguments.schedule
-    if not name.endswith(".csv") and name not in SCHEDULES:
-        raise ValueError(f"--schedule must be one of {', '.join(SCHEDULES)}, or a .csv file, got {name!r}")
-    if arguments.dp < 1 or arguments.pp < 1:
-        raise ValueError(f"--dp and --pp must be at least 1, got {arguments.dp} and {arguments.pp}")
+    schedule = flags.find_schedule(arguments.schedule, SCHEDULES)
+    flags.orders_of(schedule, arguments.pp, arguments.microbatches)  # so that a size it does not allow is said first
+    case = find_case(arguments.model)
+    check_sizes(case, schedule, dp=arguments.dp, pp=arguments.pp, num_microbatches=arguments.microbatches)
     try:
         report = verify(
-            find_case(arguments.model),
+            case,
             dp=arguments.dp,
             pp=arguments.pp,
-            schedule=load(name) if name.endswith(".csv") else SCHEDULES[name],
+            schedule=schedule,
             num_microbatches=arguments.microbatches,
             comm=world() if launched_by_mpi() else None,
         )
@@ -52,6 +56,25 @@ def run(arguments: argparse.Namespace) -> None:
         print(report)
 
 
+def check_sizes(case: Case, schedule: Schedule, *, dp: int, pp: int, num_microbatches: int) -> None:
+    """Check that every stage gets a layer, and every micro-batch a sample.
+
+    Raises:
+        ValueError: the model has too few layers, or a batch too few samples.
+    """
+    num_stages, num_layers = schedule.num_stages(pp), len(case.layers)
+    if num_stages > num_layers:
+        raise ValueError(
+            f"--pp {pp} makes {num_stages} stages under {schedule.name}, which must be at most the layers of the "
+            f"model, got {num_layers}"
+        )
+    fewest = min((len(x) for x, _ in case.batches), default=dp * num_microbatches)
+    if dp * num_microbatches > fewest:
+        raise ValueError(
+            f"--dp times --microbatches must be at most {fewest}, the samples of a batch, got {dp} x {num_microbatches}"
+        )
+
+
 def find_case(name: str) -> Case:
     """Return what to verify by its name on the command line.
 
@@ -60,14 +83,17 @@ def find_case(name: str) -> Case:
     """
     if name in _CASES:
         return _CASES[name]()
-    module, _, function = name.partition(":")
-    if not function:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute or module.startswith("."):
         raise ValueError(f"the model must be {' or '.join(_CASES)}, or MODULE:FUNCTION, got {name!r}")
     sys.path.insert(0, "")  # as `python -c` does: a module of the folder that the command is run in
     try:
-        case: Any = getattr(importlib.import_module(module), function)()
+        function: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the model {name!r} cannot be found: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name} must be a function, got {type(function).__name__}")
+    case = function()
     if not isinstance(case, Case):
         raise ValueError(f"{name} must return a pipeline.verify.Case, got {type(case).__name__}")
     return case

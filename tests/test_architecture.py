@@ -102,6 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline.check": ORDERS,
     "pipeline.deadlock": {"pipeline.action"},
     "pipeline.text": ORDERS,
+    "pipeline.flags": {f"pipeline.{name}" for name in ("action", "schedules", "text")},
     "pipeline.lower": {"pipeline.action"},
     "pipeline.search": ORDERS,
     "pipeline.microbatch": ARRAYS,

@@ -215,6 +215,35 @@ def test_a_progress_thread_is_over_before_mpi_ends(tmp_path):
     assert (result.returncode, result.stdout.count("done")) == (0, 2), result.stderr
 
 
+LIBRARIES = {  # what MPI_Get_library_version says -> what the start line says
+    "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, Jun 1, 2026": "Open MPI v5.0.11",
+    "Open MPI v4.1.4rc1, package: Open MPI root@host Distribution, ident: 4.1.4rc1": "Open MPI v4.1.4rc1",
+    "MPICH Version:      5.0.2\nMPICH Release date: Mon Oct  6\nMPICH ABI:          17:2:5\n": "MPICH 5.0.2",
+    "MPICH Version:\t3.3.2\nMPICH Release date:\tTue Nov 12 21:23:16 CST 2019\n": "MPICH 3.3.2",
+    "Intel(R) MPI Library 2021.8 for Linux* OS\n\n": "Intel(R) MPI Library 2021.8",
+    "Intel(R) MPI Library 2019 Update 6 for Linux* OS\n": "Intel(R) MPI Library 2019 Update 6",
+    "Intel(R) MPI Library 2021.6 for Windows\n": "Intel(R) MPI Library 2021.6",
+    "MVAPICH2 Version      :\t2.3.5\nMVAPICH2 Release date :\tMon November 30\n": "MVAPICH2 2.3.5",
+    "MVAPICH Version:\t3.0\nMVAPICH Release date:\tFri Feb 16\n": "MVAPICH 3.0",
+    "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)\nMPI BUILD INFO : Sun": "CRAY MPICH 8.1.25.17",
+    "another MPI 1.0\nwith pages of text": "another MPI 1.0",
+    "": "",
+}
+
+
+@under_mpirun
+def test_the_library_is_one_short_line(ranks, monkeypatch):
+    import distributed.mpi as mpi
+
+    assert {said: mpi.short_name(said) for said in LIBRARIES} == LIBRARIES
+    monkeypatch.setattr(mpi.MPI, "Get_library_version", lambda: "MPICH Version:\t3.3.2\nMPICH ABI:\t13:8:1\n")
+
+    def program(comm):
+        assert make(comm).library == "MPICH 3.3.2"
+
+    ranks.run(program)
+
+
 @under_mpirun
 @pytest.mark.parametrize(("library", "answer"), [({"MPIX_Query_cuda_support": lambda: 1}, True), ({}, False)])
 def test_gpu_support_is_what_the_library_says(ranks, monkeypatch, library, answer):

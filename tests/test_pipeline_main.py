@@ -33,19 +33,52 @@ def test_times_reach_the_simulator(capsys):
     ("arguments", "message"),
     [
         (["draw", "2f2b"], "schedule must be one of gpipe, 1f1b, "),
-        (["draw", "2f2b"], ", or a file that ends in .csv, got '2f2b'"),
+        (["draw", "2f2b"], ", or a .csv file, got '2f2b'"),
         (["compare", "gpipe", "2f2b"], "got '2f2b'"),
-        (["check", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
-        (["simulate", "zbv", "--stages", "5"], "zbv needs num_stages divisible by num_chunks, got 5 and 2"),
-        (["dump", "interleaved_1f1b", "--microbatches", "6"], "divisible by num_ranks, got 6 and 4"),
-        (["simulate", "1f1b", "--bandwidth", "0"], "bandwidth must be positive, got 0"),
-        (["draw", "1f1b", "--svg", "/nowhere/1f1b.svg"], "No such file or directory: '/nowhere/1f1b.svg'"),
-        (["draw", "1f1b", "--stages", "0"], "num_ranks must be at least 1, got 0"),
-        (["draw", "1f1b", "--microbatches", "0"], "num_microbatches must be at least 1, got 0"),
-        (["draw", "1f1b", "--latency", "-1"], "latency must be at least 0 and finite, got -1"),
-        (["draw", "1f1b", "--forward", "1,2"], "forward must be one number or one for each of 4 stages, got 2 numbers"),
-        (["draw", "1f1b", "--stages", "x"], "argument --stages: invalid int value: 'x'"),
-        (["draw", "1f1b", "--forward", "1,"], "argument --forward: invalid numbers value: '1,'"),
+        (["check", "nowhere.csv"], "python -m pipeline: nowhere.csv cannot be read: No such file or directory\n"),
+        (
+            ["simulate", "zbv", "--stages", "5"],
+            "--stages must be a multiple of 2, the stages that a rank has under zbv, got 5",
+        ),
+        (
+            ["dump", "interleaved_1f1b", "--microbatches", "6"],
+            "interleaved 1F1B needs --microbatches divisible by the number of ranks, got 6 and 4",
+        ),
+        (["draw", "1f1b", "--svg", "/nowhere/1f1b.svg"], "--svg /nowhere/1f1b.svg cannot be written: No such file"),
+        (["draw", "1f1b", "--perfetto", "/"], "--perfetto / cannot be written: Is a directory"),
+        (["draw", "1f1b", "--stages", "0"], "argument --stages: must be a whole number of at least 1, got '0'"),
+        (["dump", "1f1b", "--stages", "x"], "argument --stages: must be a whole number of at least 1, got 'x'"),
+        (
+            ["check", "1f1b", "--microbatches", "0"],
+            "argument --microbatches: must be a whole number of at least 1, got",
+        ),
+        (["compare", "--ranks", "0"], "argument --ranks: must be a whole number of at least 1, got '0'"),
+        (["compare", "--microbatches", "1.5"], "argument --microbatches: must be a whole number of at least 1, got"),
+        (["compare", "--forward", "0"], "argument --forward: must be a number above 0, got '0'"),
+        (["compare", "--forward", "1,1"], "argument --forward: must be a number above 0, got '1,1'"),
+        (
+            ["compare", "1f1b", "zbv", "--message-bytes", "1,2,3"],
+            "--message-bytes must be one number or one for each of 7 boundaries between stages under zbv, got 3",
+        ),
+        (["draw", "1f1b", "--latency", "-1"], "argument --latency: must be a number of at least 0, got '-1'"),
+        (["draw", "1f1b", "--latency", "inf"], "argument --latency: must be a number of at least 0, got 'inf'"),
+        (["simulate", "1f1b", "--bandwidth", "0"], "argument --bandwidth: must be a number above 0, or inf, got '0'"),
+        (["simulate", "1f1b", "--bandwidth", "nan"], "argument --bandwidth: must be a number above 0, or inf, got"),
+        (["draw", "1f1b", "--message-bytes", "-1"], "--message-bytes: must be a number of at least 0, or several with"),
+        (
+            ["draw", "1f1b", "--message-bytes", "1,2,3,4"],
+            "--message-bytes must be one number or one for each of 3 boundaries between stages, got 4 numbers",
+        ),
+        (
+            ["draw", "1f1b", "--backward-input", "1,2"],
+            ": --backward-input must be one number or one for each of 4 stages, got 2 numbers",
+        ),
+        (["draw", "1f1b", "--forward", "1,"], "--forward: must be a number above 0, or several with commas, got '1,'"),
+        (["draw", "1f1b", "--forward", "1,0,1,1"], "--forward: must be a number above 0, or several with commas, got"),
+        (
+            ["draw", "1f1b", "--forward", "inf"],
+            "--forward: must be a number above 0, or several with commas, got 'inf'",
+        ),
         (["paint"], "invalid choice: 'paint'"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -65,7 +98,12 @@ def test_a_wrong_name_or_value_is_one_line_and_status_2(arguments, message, caps
 
 @pytest.mark.parametrize(
     ("arguments", "taught"),
-    [([], "draw 1f1b --stages 4 --microbatches 8"), (["draw"], "one of gpipe, 1f1b"), (["check"], "deadlock")],
+    [
+        ([], "draw 1f1b --stages 4 --microbatches 8"),
+        (["draw"], "one of gpipe, 1f1b"),
+        (["draw"], "write the drawing as SVG"),
+        (["check"], "deadlock"),
+    ],
 )
 def test_help_teaches(arguments, taught, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -120,7 +158,7 @@ def test_compare_gives_every_schedule_the_same_work(capsys):
 def test_compare_says_in_its_row_which_schedule_does_not_allow_the_sizes(capsys):
     assert main(["compare", "interleaved_1f1b", "1f1b", "--ranks", "4", "--microbatches", "6"]) == 0
     refused, row = capsys.readouterr().out.splitlines()[2:]
-    assert refused.endswith("interleaved 1F1B needs num_microbatches divisible by num_ranks, got 6 and 4")
+    assert refused.endswith("interleaved 1F1B needs --microbatches divisible by the number of ranks, got 6 and 4")
     assert row.startswith("1f1b ")
 
 
@@ -139,6 +177,35 @@ def test_a_schedule_written_by_hand_can_be_checked_and_drawn(tmp_path, capsys):
     path.write_text(path.read_text().replace("0BW0,0F2", "0F2"))
     assert main(["check", str(path)]) == 2
     assert "rank 0 has no B or BW of micro-batch 0 on stage 0" in capsys.readouterr().err
+
+
+def test_a_bad_cell_names_its_file(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0X1\n")
+    assert main(["check", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(
+        "python -m pipeline: mine.csv: a cell is a stage, one of F, B, W, BW, and a micro-batch, as 1F0; got '0X1'"
+    )
+
+
+def test_a_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["draw", "1f1b", "--png", str(tmp_path / "1f1b.png")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("python -m pipeline: a PNG needs matplotlib: pip install ")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_png_that_cannot_be_written_says_so(capsys):
+    pytest.importorskip("matplotlib", reason="an extra: pip install 'minigrad-distributed[draw]'")
+    assert main(["draw", "1f1b", "--png", "/nowhere/1f1b.png"]) == 2
+    message = "python -m pipeline: --png /nowhere/1f1b.png cannot be written: No such file or directory\n"
+    assert capsys.readouterr().err == message
+
+
+def test_any_bandwidth_may_be_said_as_inf(capsys):
+    assert main(["simulate", "1f1b", "--bandwidth", "inf", "--message-bytes", "0"]) == 0
 
 
 def test_forwards_alone_can_be_drawn(capsys):

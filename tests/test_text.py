@@ -57,9 +57,10 @@ def refused(text, message):
 
 def test_a_cell_that_is_no_action_is_marked():
     with pytest.raises(
-        ScheduleError, match=r"an action reads stage, kind, micro-batch.* got '1X1' on rank 1"
+        ScheduleError,
+        match=r"^mine: a cell is a stage, one of F, B, W, BW, and a micro-batch, as 1F0; got '1X1' on rank 1\n",
     ) as caught:
-        parse(HAND_WRITTEN.replace("1F1", "1X1"))
+        from_text(HAND_WRITTEN.replace("1F1", "1X1"), "mine")
     drawing = """
 rank 0  0F0   0F1   0BW0  0BW1
 rank 1  1F0   1BW0 [1X1]  1BW1 <-- here
@@ -97,6 +98,13 @@ def test_every_rank_has_as_many_stages():
             ScheduleError, match=f"mine: every rank has the same number of stages, {numbers}\nrank 0  0F0"
         ):
             from_text(text, "mine")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"\xff\xfe0\x00F\x000\x00")  # as a spreadsheet's "Unicode text" is
+    with pytest.raises(ScheduleError, match=r"^mine\.csv: a schedule must be text in UTF-8$"):
+        load(path)
 
 
 def test_an_empty_file_is_refused():

@@ -13,6 +13,7 @@ from jobs import needs_mpirun, run_job
 import minigrad as mg
 from distributed import GradientBucketManager, LocalWorld
 from minigrad.models import gpt, mlp
+from pipeline import verify_command
 from pipeline.__main__ import main
 from pipeline.stage import LocalStages, PipelineStage
 from pipeline.verify import Case, MismatchError, verify
@@ -125,12 +126,59 @@ def test_the_command_takes_a_model_of_ones_own(
     for model, rule in [
         ("my_model:none", "my_model:none must return a pipeline.verify.Case, got int"),
         ("my_model:gone", "the model 'my_model:gone' cannot be found: "),
-        ("cnn", "the model must be gpt or mlp, or MODULE:FUNCTION, got 'cnn'"),
     ]:
         assert main(["verify", model]) == 2
         assert capsys.readouterr().err.startswith(f"python -m pipeline: {rule}")
-    assert main(["verify", "mlp", "--schedule", "zigzag"]) == 2
-    assert main(["verify", "mlp", "--pp", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("cnn", ": the model must be gpt or mlp, or MODULE:FUNCTION, got 'cnn'"),
+        (":mine", ": the model must be gpt or mlp, or MODULE:FUNCTION, got ':mine'"),
+        (".a:mine", ": the model must be gpt or mlp, or MODULE:FUNCTION, got '.a:mine'"),
+        ("math:pi", ": math:pi must be a function, got float"),
+        ("mlp --schedule 2f2b --pp 2", ": schedule must be one of gpipe, 1f1b, interleaved_1f1b, looped_bfs, "),
+        ("mlp --schedule forward_only", ": schedule must be one of gpipe, 1f1b, interleaved_1f1b, looped_bfs, "),
+        ("mlp --schedule gone.csv", ": gone.csv cannot be read: No such file or directory"),
+        ("mlp --dp 0", " verify: argument --dp: must be a whole number of at least 1, got '0'"),
+        ("mlp --pp two", " verify: argument --pp: must be a whole number of at least 1, got 'two'"),
+        ("mlp --microbatches -1", " verify: argument --microbatches: must be a whole number of at least 1, got '-1'"),
+        (
+            "mlp --schedule zbv --pp 5",
+            ": --pp 5 makes 10 stages under zbv, which must be at most the layers of the model, got 8",
+        ),
+        (
+            "mlp --dp 5 --microbatches 5",
+            ": --dp times --microbatches must be at most 24, the samples of a batch, got 5 x 5",
+        ),
+        (
+            "mlp --schedule interleaved_1f1b --microbatches 3",
+            ": interleaved 1F1B needs --microbatches divisible by the number of ranks, got 3 and 2",
+        ),
+    ],
+)
+def test_the_command_says_which_option_is_wrong(
+    options: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_command, "verify", None)  # it says so before any work
+    status: object
+    try:
+        status = main(["verify", *options.split()])
+    except SystemExit as exit_:  # argparse leaves in its own way
+        status = exit_.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.startswith(f"python -m pipeline{line}")
+    assert error.count("\n") == 1
+
+
+def test_every_sample_may_be_a_micro_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        verify_command, "verify", lambda case, **layout: f"{layout['dp']} x {layout['num_microbatches']}"
+    )
+    assert main(["verify", "mlp", "--pp", "8", "--dp", "4", "--microbatches", "6"]) == 0  # 24 samples, 8 layers
+    assert capsys.readouterr().out == "4 x 6\n"
 
 
 def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,99 @@
+"""What the flags of `python -m pipeline` may be, and how the command says what is wrong with one.
+
+The library names its own parameters in its errors, as whoever calls it needs; a person at the command line knows flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipeline.action import Action
+from pipeline.schedules import Schedule
+from pipeline.text import load
+
+Numbers = list[float] | float
+
+
+def count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def _numbers(what: str, allows: Callable[[float], bool], *, commas: bool = False) -> Callable[[str], Numbers]:
+    def read(text: str) -> Numbers:
+        try:
+            values = [float(part) for part in (text.split(",") if commas else [text])]
+        except ValueError:
+            values = [math.nan]  # which no rule allows
+        if not all(map(allows, values)):
+            raise argparse.ArgumentTypeError(f"must be {what}{', or several with commas' * commas}, got {text!r}")
+        return values if len(values) > 1 else values[0]
+
+    return read
+
+
+duration = _numbers("a number above 0", lambda value: 0 < value < math.inf)
+durations = _numbers("a number above 0", lambda value: 0 < value < math.inf, commas=True)
+latency = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf)
+rate = _numbers("a number above 0, or inf", lambda value: value > 0)
+sizes = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, commas=True)
+
+
+def check_length(flag: str, value: Numbers, count: int, of_what: str) -> None:
+    """Check that a flag has one number, or one for each of what a schedule has.
+
+    Raises:
+        ValueError: it has another number of them.
+    """
+    if isinstance(value, list) and len(value) != count:
+        raise ValueError(f"{flag} must be one number or one for each of {count} {of_what}, got {len(value)} numbers")
+
+
+def find_schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
+    """Find a schedule by its name, or read it from a file.
+
+    Raises:
+        ValueError: there is none of this name, or the file cannot be read or holds none.
+    """
+    if not name.endswith(".csv"):
+        if name not in schedules:
+            raise ValueError(f"schedule must be one of {', '.join(schedules)}, or a .csv file, got {name!r}")
+        return schedules[name]
+    try:
+        return load(name)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def orders_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """Return the order of every rank.
+
+    Raises:
+        ValueError: the schedule does not allow these sizes, in the words of the command line.
+    """
+    try:
+        return schedule.orders(num_ranks, num_microbatches)
+    except ValueError as rule:
+        words = str(rule).replace("num_microbatches", "--microbatches").replace("num_ranks", "the number of ranks")
+        raise ValueError(words) from rule
+
+
+def write_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
+    """Write the file that a flag names.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        write(path)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror or error}") from error
