@@ -28,8 +28,6 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"(?:<!-- ranks: (\d+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 16"
 LIMIT_SECONDS = 60
-SECOND = "runs/second"  # the run that is killed
-FIVE_MORE = f"$(($(wc -l < {SECOND}/metrics.jsonl) + 5))"
 
 
 class Block(NamedTuple):
@@ -129,8 +127,12 @@ def small(script: str) -> str:
     script = re.sub(r"(examples/(?:\w*gpt\w*|\w*schedule\w*)\.py)", rf"\1 {SMALL}", script)
     script = re.sub(r"--steps \d+", "--steps 6", script)
     script = re.sub(r"--steps 6(.*&)$", r"--steps 1000000\1", script, flags=re.MULTILINE)
-    script = re.sub(r"sleep 8", f"until test -s {SECOND}/checkpoints/latest; do sleep 0.1; done", script)
-    return re.sub(r"--resume auto$", f"--resume auto --steps {FIVE_MORE}", script, flags=re.MULTILINE)
+    killed = re.search(r"--run (\S+) &$", script, flags=re.MULTILINE)
+    if killed is None:
+        return script
+    script = re.sub(r"sleep 8", f"until test -s {killed[1]}/checkpoints/latest; do sleep 0.1; done", script)
+    five_more = f"$(($(wc -l < {killed[1]}/metrics.jsonl) + 5))"
+    return re.sub(r"--resume auto$", f"--resume auto --steps {five_more}", script, flags=re.MULTILINE)
 
 
 def run_sh(script: str, folder: Path, extra_path: Path | None = None) -> str:
