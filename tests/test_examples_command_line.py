@@ -61,6 +61,8 @@ def test_help_teaches_every_flag_once() -> None:
     assert "Teaches." in result.stdout
     for f in fields(LayoutSettings):
         assert result.stdout.count(f"\n  --{f.name.replace('_', '-')} ") == 1
+    titles = [line for line in result.stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert len(titles) == len(set(titles)) == 7  # "options", and what each of six classes adds
     result = run_as_rank(1, 2, "--help")
     assert (result.returncode, result.stdout) == (0, "")
 

@@ -151,12 +151,12 @@ def _parser(kind: type[RunSettings], description: str | None) -> argparse.Argume
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    groups = {
-        name: parser.add_argument_group((cls.__doc__ or "").rstrip(".").partition("\n")[0])
-        for cls in reversed(kind.__mro__)
-        for name in vars(cls).get("__annotations__", {})
-        if not any(name in vars(base).get("__annotations__", {}) for base in cls.__mro__[1:])
-    }
+    groups: dict[str, Any] = {}  # by field; a group is what one class adds
+    for cls in reversed(kind.__mro__):
+        added = [name for name in vars(cls).get("__annotations__", {}) if name not in groups]
+        if added:
+            title = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+            groups |= dict.fromkeys(added, parser.add_argument_group(title))
     for f in fields(kind):
         group, text = groups[f.name], f.metadata["help"]
         if isinstance(f.default, bool):

@@ -35,7 +35,7 @@ def other_default(kind: type, name: str, default: T) -> T:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What every script can be told."""
+    """Of every run."""
 
     steps: int = flag(600, "optimizer steps")
     batch: int = flag(48, "samples in a step, over all ranks: the same batch trains the same model in any layout")
@@ -97,7 +97,7 @@ class DigitsSettings(ReplicaSettings):
 
 @dataclass(frozen=True)
 class GPTSettings(RunSettings):
-    """Of a GPT on text, small enough to learn something in a minute."""
+    """Of a GPT on text."""
 
     lr: float = other_default(RunSettings, "lr", 1e-3)  # no warmup: at 3e-3 rounding grows until layouts differ
     layers: int = flag(4, "transformer blocks", fixed=True)
@@ -137,7 +137,7 @@ class GPTReplicaSettings(GPTSettings, ReplicaSettings):
 
 @dataclass(frozen=True)
 class PipelineSettings(GPTSettings):
-    """Of a GPT whose ranks are all one pipeline."""
+    """Of a pipeline."""
 
     microbatches: int = flag(4, "parts that a pipeline cuts its batch into; more of them, a smaller bubble")
 
@@ -167,7 +167,7 @@ class PipelineSettings(GPTSettings):
 
 @dataclass(frozen=True)
 class ScheduleSettings(PipelineSettings):
-    """Of a pipeline by a schedule that has a name."""
+    """Of a pipeline's order."""
 
     schedule: str = flag("1f1b", "order of a pipeline's forwards and backwards", "{" + ",".join(SCHEDULES) + "}")
 
@@ -179,7 +179,7 @@ class ScheduleSettings(PipelineSettings):
 
 @dataclass(frozen=True)
 class HybridSettings(ScheduleSettings):
-    """Of a GPT in replicas that are pipelines."""
+    """Of replicas that are pipelines."""
 
     dp: int = flag(1, "data-parallel replicas: each trains on its own samples, gradients are averaged")
     pp: int = flag(1, "pipeline stages that the layers of each replica are cut into; dp * pp is the number of ranks")
@@ -204,7 +204,7 @@ class HybridSettings(ScheduleSettings):
 
 @dataclass(frozen=True)
 class LayoutSettings(HybridSettings):
-    """Of the full script: a larger GPT in any layout, on any device."""
+    """Of the full script."""
 
     lr: float = other_default(RunSettings, "lr", 3e-3)
     width: int = other_default(GPTSettings, "width", 128)
