@@ -274,7 +274,7 @@ def test_waiting_is_the_mean_over_ranks_and_speed_counts_what_samples_hold() -> 
 
     (folder, _) = LocalWorld(2).run(program)
     line = json.loads((folder / "metrics.jsonl").read_text())
-    assert 0.08 < line["exposed_comm_seconds"] < 0.75 * line["seconds"]
+    assert 0.01 < line["exposed_comm_seconds"] < 0.75 * line["seconds"]  # neither that of rank 0, 0, nor that of rank 1
     assert line["tokens_per_second"] * line["seconds"] == pytest.approx(40)
 
 
