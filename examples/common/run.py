@@ -14,7 +14,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import sys
 import time
 import weakref
@@ -184,6 +183,8 @@ class Run:
         if self.stopped or self._comm.rank != 0:
             return
         steps = read_metrics(self.folder / METRICS)  # those before a resume too
+        if not steps:
+            return  # all were done elsewhere, and nobody knows how
         seconds = sum(step["seconds"] for step in steps)
         samples = sum(step[self._speed] * step["seconds"] for step in steps)
         waited = sum(step.get("exposed_comm_seconds", 0.0) for step in steps)
@@ -243,7 +244,7 @@ class Run:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{loaded.path} is of no such run: {error}") from error
         changed = [
-            f"{flag_of(f.name)} {before[f.name]} -> {getattr(self.settings, f.name)}"
+            f"{flag_of(f.name)} {before.get(f.name)} -> {getattr(self.settings, f.name)}"
             for f in fields(self.settings)
             if not f.metadata["once"] and before.get(f.name) != getattr(self.settings, f.name)
         ]
@@ -252,20 +253,17 @@ class Run:
             self.say(f"with {', '.join(changed)}")
         if loaded.step == self.settings.steps:
             self.say(f"all {loaded.step} steps are done: --steps {2 * loaded.step} would do more")
-        if loaded.path.parent != self.folder / CHECKPOINTS and self._comm.rank == 0:  # a new run, from there
-            earlier = loaded.path.parent.parent / METRICS
-            if earlier.is_file():
-                shutil.copyfile(earlier, self.folder / METRICS)
         return loaded.step
 
     def _begin_files(self, first: int) -> str | None:
-        """Write the settings, and cut the metrics where the run goes on; return what is wrong with that."""
+        """Write the settings, and the metrics up to where the run goes on; return what is wrong with that."""
         if self._comm.rank != 0:
             return None
-        path = self.folder / METRICS
+        resume = self.settings.resume
+        before = (self.folder if resume in (None, "auto") else Path(resume).parent.parent) / METRICS
         try:
-            kept = [line for line in read_metrics(path) if line["step"] < first] if path.exists() and first else []
-            with whole(path) as unfinished:
+            kept = [line for line in read_metrics(before) if line["step"] < first] if first and before.exists() else []
+            with whole(self.folder / METRICS) as unfinished:
                 unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
             with whole(self.folder / SETTINGS_FILE) as unfinished:
                 settings = to_save(self.settings) | {"start": self._start_line}
@@ -290,11 +288,11 @@ class Run:
         """Draw the plots, and take the sign off the door."""
         if self._comm.rank != 0:
             return
-        (self.folder / PID).unlink(missing_ok=True)
         try:
             draw_plots(self.folder, loss_unit=self._loss_unit)
         except ModuleNotFoundError as error:
             self.say(f"no plots: {error}")
+        (self.folder / PID).unlink(missing_ok=True)  # last: from now on another process may run here
 
 
 def _make_new(folder: Path, number: int = 1) -> Path:
