@@ -27,7 +27,7 @@ from engine_jobs import LEARNING_RATE, SIZES, random_text
 from workers import pin
 
 from distributed import SoloCommunicator
-from distributed.checkpoint import Checkpointer
+from distributed.checkpoint.checkpointer import Checkpointer
 from minigrad import backward, cross_entropy
 from minigrad.models import GPT, GPTConfig
 from minigrad.optim import AdamW, Optimizer

@@ -26,8 +26,8 @@ from distributed import (
     Work,
     world,
 )
-from distributed.comm_hooks import allreduce
-from distributed.trainer import Trainer
+from distributed.data_parallel.comm_hooks import allreduce
+from distributed.data_parallel.trainer import Trainer
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.optim import SGD, Optimizer

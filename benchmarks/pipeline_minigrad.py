@@ -21,7 +21,7 @@ from distributed import Communicator, SoloCommunicator, world
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, Timeline, cut_by_weights, simulate
-from pipeline.measured import predict, timeline
+from pipeline.schedules.measured import predict, timeline
 
 RECORDED = ("1f1b", "zero_bubble_h1")
 NUM_RECORDED = 7  # steps, before and after the turns

@@ -1,12 +1,18 @@
 """Ranks: communicators, data parallelism, and what surrounds them."""
 
-from distributed.buckets import GradientBucketManager
-from distributed.communicator import Communicator, ReduceOp, SoloCommunicator, Work
-from distributed.ddp import DistributedDataParallel, broadcast_params
-from distributed.local import LocalWorld
-from distributed.mesh import Mesh
-from distributed.trainer import BucketedTrainer, DistributedTrainer, SimpleTrainer, TrainingConfig, TrainingMetrics
-from distributed.world import describe, launched_by_mpi, launcher_rank, launcher_size, local_rank, world
+from distributed.comm.communicator import Communicator, ReduceOp, SoloCommunicator, Work
+from distributed.comm.local import LocalWorld
+from distributed.comm.mesh import Mesh
+from distributed.comm.world import describe, launched_by_mpi, launcher_rank, launcher_size, local_rank, world
+from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.ddp import DistributedDataParallel, broadcast_params
+from distributed.data_parallel.trainer import (
+    BucketedTrainer,
+    DistributedTrainer,
+    SimpleTrainer,
+    TrainingConfig,
+    TrainingMetrics,
+)
 
 __all__ = [
     "BucketedTrainer",

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from distributed.communicator import Communicator, ReduceOp
+from distributed.comm.communicator import Communicator, ReduceOp
 
 # Open MPI's mpirun passes SIGUSR1 on too, and does not kill soon after it. SIGINT is a person's Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

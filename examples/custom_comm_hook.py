@@ -26,8 +26,8 @@ from common.digits import accuracy, load_digits
 from common.run import Run
 from common.settings import DigitsSettings, flag
 from distributed import Communicator, DistributedDataParallel, Work, world
-from distributed.data import Sampler
-from distributed.work import Array, JoinedWork
+from distributed.comm.work import Array, JoinedWork
+from distributed.data.batches import Sampler
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import MLP
 from minigrad.optim import AdamW, Optimizer

@@ -21,7 +21,7 @@ from common.digits import accuracy, load_digits
 from common.run import Run
 from common.settings import DigitsSettings
 from distributed import DistributedDataParallel, world
-from distributed.data import Sampler
+from distributed.data.batches import Sampler
 from minigrad import backward_with_hooks, check_vjp, cross_entropy, op
 from minigrad.backend import Array, xp_of
 from minigrad.nn import Linear, ParamGetter, Sequential

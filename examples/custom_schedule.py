@@ -23,7 +23,7 @@ from common.run import Run
 from common.settings import PipelineSettings
 from common.text import load_tokens, split
 from distributed import launcher_size, world
-from distributed.data import TokenBatches
+from distributed.data.batches import TokenBatches
 from minigrad import cross_entropy
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer

@@ -18,7 +18,7 @@ from common.run import Run
 from common.settings import GPTReplicaSettings
 from common.text import load_tokens, split
 from distributed import DistributedDataParallel, world
-from distributed.data import TokenBatches
+from distributed.data.batches import TokenBatches
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer

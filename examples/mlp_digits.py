@@ -18,7 +18,7 @@ from common.digits import accuracy, load_digits
 from common.run import Run
 from common.settings import DigitsSettings
 from distributed import DistributedDataParallel, world
-from distributed.data import Sampler
+from distributed.data.batches import Sampler
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import MLP
 from minigrad.optim import AdamW, Optimizer

@@ -21,8 +21,8 @@ from common.run import Run
 from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
 from distributed import DistributedDataParallel, Mesh, local_rank, world
-from distributed.comm_hooks import allreduce
-from distributed.data import TokenBatches, validation_batches
+from distributed.data.batches import TokenBatches, validation_batches
+from distributed.data_parallel.comm_hooks import allreduce
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine

@@ -4,8 +4,8 @@ In reading order: `tensor` (what is on the tape), `tape` (how ops record), `back
 `ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rng`.
 """
 
-from . import lr_schedule, models, nn, optim, rng
-from .backward import (
+from minigrad import lr_schedule, models, nn, optim, rng
+from minigrad.backprop import (
     DeferredGrads,
     backward,
     backward_input,
@@ -14,16 +14,16 @@ from .backward import (
     backward_with_hooks,
     reached_parameters,
 )
-from .flat import FlatBuffer, FlatRange
-from .functional import value_and_grad
-from .gradcheck import check_vjp
-from .hooks import Hooks
-from .ops import *  # noqa: F403  # the op table's __all__
-from .ops import __all__ as _op_names
-from .recompute import recompute
-from .tape import Joint, Tape, enable_grad, no_grad, op
-from .tensor import GradState, Parameter, Tensor
-from .watch import Profile, detect_anomaly, profile
+from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.functional import value_and_grad
+from minigrad.gradcheck import check_vjp
+from minigrad.hooks import Hooks
+from minigrad.ops import *  # noqa: F403  # the op table's __all__
+from minigrad.ops import __all__ as _op_names
+from minigrad.recomputation import recompute
+from minigrad.tape import Joint, Tape, enable_grad, no_grad, op
+from minigrad.tensor import GradState, Parameter, Tensor
+from minigrad.watch import Profile, detect_anomaly, profile
 
 __all__ = [
     "DeferredGrads",

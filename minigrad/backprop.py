@@ -18,9 +18,9 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from .backend import Array, xp_of
-from .hooks import Hooks
-from .tape import (
+from minigrad.backend import Array, xp_of
+from minigrad.hooks import Hooks
+from minigrad.tape import (
     ALREADY_WALKED,
     Node,
     Replay,
@@ -32,8 +32,8 @@ from .tape import (
     kept_arrays,
     node_order,
 )
-from .tensor import Parameter, Tensor, changes
-from .watch import progressing
+from minigrad.tensor import Parameter, Tensor, changes
+from minigrad.watch import progressing
 
 Output = Tensor | Sequence[Tensor]
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .backend import Array, xp_of
-from .tensor import GradState, Parameter, changes
+from minigrad.backend import Array, xp_of
+from minigrad.tensor import GradState, Parameter, changes
 
 
 class FlatBuffer:

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .backend import Array, xp_of
-from .backward import backward
-from .tape import enable_grad
-from .tensor import Tensor
+from minigrad.backend import Array, xp_of
+from minigrad.backprop import backward
+from minigrad.tape import enable_grad
+from minigrad.tensor import Tensor
 
 
 def value_and_grad(

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .backend import Array, xp_of
-from .backward import backward_with_grad
-from .tensor import Tensor
+from minigrad.backend import Array, xp_of
+from minigrad.backprop import backward_with_grad
+from minigrad.tensor import Tensor
 
 
 def check_vjp(

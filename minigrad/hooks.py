@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .tensor import Parameter
+from minigrad.tensor import Parameter
 
 
 @dataclass(frozen=True)

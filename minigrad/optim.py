@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from .backend import Array, xp_of
-from .flat import FlatBuffer, FlatRange, check_not_reducing, zero_grad
-from .tensor import Parameter
+from minigrad.backend import Array, xp_of
+from minigrad.flat import FlatBuffer, FlatRange, check_not_reducing, zero_grad
+from minigrad.tensor import Parameter
 
 LearningRate = float | Callable[[int], float]
 _BLOCK = 1 << 16  # elements: each block's operands stay in the cache over the passes of an update

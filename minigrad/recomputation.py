@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import rng
-from .tape import Node, Replay, collect, next_node_number
-from .tensor import Parameter, Tensor
+from minigrad import rng
+from minigrad.tape import Node, Replay, collect, next_node_number
+from minigrad.tensor import Parameter, Tensor
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:

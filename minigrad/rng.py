@@ -21,7 +21,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from .backend import Array
+from minigrad.backend import Array
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .backend import Array, xp_of
-from .tensor import Tensor, changes, made_by
+from minigrad.backend import Array, xp_of
+from minigrad.tensor import Tensor, changes, made_by
 
 Vjp = Callable[[Array], Array]
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from .backend import Array, memory_range, xp_of
+from minigrad.backend import Array, memory_range, xp_of
 
 if TYPE_CHECKING:
-    from .flat import FlatBuffer
-    from .tape import Node
+    from minigrad.flat import FlatBuffer
+    from minigrad.tape import Node
 
 
 class Changes:

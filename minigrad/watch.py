@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from .backend import Array, synchronize, xp_of
-from .tape import Node, Seen, Watch, current_watch, watched_by
+from minigrad.backend import Array, synchronize, xp_of
+from minigrad.tape import Node, Seen, Watch, current_watch, watched_by
 
 
 class _ModulePath:

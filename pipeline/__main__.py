@@ -9,18 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from pipeline import flags, verify_command
-from pipeline.action import Action
-from pipeline.check import validate
-from pipeline.deadlock import prove
-from pipeline.draw import draw
-from pipeline.lower import lower
-from pipeline.picture import picture, svg
-from pipeline.png import write_png
-from pipeline.schedules import FORWARD_ONLY, SCHEDULES, Schedule
-from pipeline.simulate import Timeline, simulate
-from pipeline.text import dump
-from pipeline.trace import events, perfetto
+from distributed.trace.perfetto import perfetto
+from pipeline.cli import flags
+from pipeline.cli import verify as verify_command
+from pipeline.schedules.action import Action
+from pipeline.schedules.csv_file import dump
+from pipeline.schedules.deadlock import prove
+from pipeline.schedules.drawing.png import write_png
+from pipeline.schedules.drawing.svg import picture, svg
+from pipeline.schedules.drawing.text import draw
+from pipeline.schedules.lower import lower
+from pipeline.schedules.measured import events
+from pipeline.schedules.schedule import FORWARD_ONLY, SCHEDULES, Schedule
+from pipeline.schedules.simulate import Timeline, simulate
+from pipeline.schedules.validate import validate
 
 PROGRAM = "python -m pipeline"
 NAMES = {**SCHEDULES, FORWARD_ONLY.name: FORWARD_ONLY}

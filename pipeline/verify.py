@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from distributed.communicator import Communicator
-from distributed.ddp import DistributedDataParallel
-from distributed.local import LocalWorld
-from distributed.mesh import Mesh
+from distributed.comm.communicator import Communicator
+from distributed.comm.local import LocalWorld
+from distributed.comm.mesh import Mesh
+from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import rng
 from minigrad.backend import Array
-from minigrad.backward import backward, backward_with_grad
+from minigrad.backprop import backward, backward_with_grad
 from minigrad.hooks import Hooks
 from minigrad.nn import ParamGetter, Sequential
 from minigrad.optim import SGD, Optimizer, Rule, grad_square_sum, scale_to_norm
 from minigrad.tensor import Parameter, Tensor
-from pipeline import microbatch
-from pipeline.executor import PipelineExecutor
-from pipeline.schedules import SCHEDULES, Schedule
-from pipeline.stage import LayerFactory, PipelineStage
+from pipeline.runtime import microbatch
+from pipeline.runtime.executor import PipelineExecutor
+from pipeline.runtime.stage import LayerFactory, PipelineStage
+from pipeline.schedules.schedule import SCHEDULES, Schedule
 
 LossFn = Callable[[Any, Array], Tensor]
 

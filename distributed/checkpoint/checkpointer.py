@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from distributed.checkpoint_files import (
+from distributed.checkpoint.files import (
     POLL_SECONDS,
     SEEN_SECONDS,
     UNFINISHED,
@@ -37,8 +37,8 @@ from distributed.checkpoint_files import (
     read_manifest,
     read_tensors,
 )
-from distributed.checkpoint_plan import Held, Stored, divide, show
-from distributed.communicator import Array, Communicator
+from distributed.checkpoint.plan import Held, Stored, divide, show
+from distributed.comm.communicator import Array, Communicator
 from minigrad.backend import place, to_host, xp_of
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer

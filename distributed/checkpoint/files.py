@@ -32,9 +32,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from distributed.checkpoint_plan import Stored
-from distributed.messages import as_bytes
-from distributed.work import Array
+from distributed.checkpoint.plan import Stored
+from distributed.comm.transfer import as_bytes
+from distributed.comm.work import Array
 from minigrad.files import flush, whole
 
 FORMAT = "minigrad checkpoint"

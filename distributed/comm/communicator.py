@@ -23,10 +23,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distributed.carrying import carry, carry_rows
-from distributed.messages import as_bytes, check_array, unpack
-from distributed.reduction import ReduceOp, check_reducible
-from distributed.work import Array, CompletedWork, Work
+from distributed.comm.reduction import ReduceOp, check_reducible
+from distributed.comm.transfer import as_bytes, carry, carry_rows, check_array, unpack
+from distributed.comm.work import Array, CompletedWork, Work
 from minigrad.backend import synchronize, xp_of
 
 PORTABLE_MAX_TAG = (

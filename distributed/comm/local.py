@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distributed.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
-from distributed.messages import as_bytes, describe_array, unpack
-from distributed.reduction import ReduceOp, reduce_in_rank_order
-from distributed.wait_clock import WaitClock
-from distributed.work import Array, Work
+from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
+from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
+from distributed.comm.transfer import as_bytes, describe_array, unpack
+from distributed.comm.wait_clock import WaitClock
+from distributed.comm.work import Array, Work
 
 _GRACE_SECONDS = 1.0  # for the other ranks to end after a failure, before run raises it
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.communicator import Communicator
+from distributed.comm.communicator import Communicator
 
 
 class Mesh:

@@ -27,12 +27,12 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from mpi4py import MPI
 
-from distributed.communicator import MAX_MESSAGE_ELEMENTS, Communicator
-from distributed.messages import as_bytes, describe_array, message_size_error
-from distributed.progress import Engine, Operation, Steps
-from distributed.reduction import ReduceOp, finish, reduce_in_rank_order, widen
-from distributed.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
-from distributed.work import Array, Work
+from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, Communicator
+from distributed.comm.progress import Engine, Operation, Steps
+from distributed.comm.reduction import ReduceOp, finish, reduce_in_rank_order, widen
+from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from distributed.comm.transfer import as_bytes, describe_array, message_size_error
+from distributed.comm.work import Array, Work
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
 _ABORT_SECONDS = 5.0

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import TypeAlias
 
-from distributed.wait_clock import WaitClock
-from distributed.work import Array, Work
+from distributed.comm.wait_clock import WaitClock
+from distributed.comm.work import Array, Work
 
 Steps: TypeAlias = Generator[None, None, Array]
 

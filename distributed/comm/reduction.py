@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed.work import Array
+from distributed.comm.work import Array
 
 _HALVES = ("float16", "bfloat16")  # by name: bfloat16 comes from ml_dtypes, which need not be installed
 _BLOCK_ELEMENTS = 1 << 16  # at most 512 KiB: a running sum stays in the cache, and NumPy's calls cost little

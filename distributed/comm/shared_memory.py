@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distributed.communicator import Communicator
-from distributed.progress import Steps
-from distributed.reduction import ReduceOp, combine, finish, reduce_in_rank_order, widen
-from distributed.work import Array
+from distributed.comm.communicator import Communicator
+from distributed.comm.progress import Steps
+from distributed.comm.reduction import ReduceOp, combine, finish, reduce_in_rank_order, widen
+from distributed.comm.work import Array
 
 HEADER_BYTES = 64  # a cache line of its own for each rank's counters
 _ARRIVED, _DONE = 0, 1  # their places in it

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from distributed.communicator import Communicator, SoloCommunicator
-from distributed.start_line import describe_places, this_place
+from distributed.comm.communicator import Communicator, SoloCommunicator
+from distributed.comm.topology import describe_places, this_place
 
 # How launchers tell a process its rank: Open MPI; srun --mpi=pmix; MPICH, Intel MPI and srun --mpi=pmi2.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -40,7 +40,7 @@ def world(
     if not launched_by_mpi():
         return SoloCommunicator()
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # this part of Open MPI complains where it finds no network card
-    from distributed.mpi import Settings, mpi_world
+    from distributed.comm.mpi import Settings, mpi_world
 
     settings = Settings(
         synchronous_sends=synchronous_sends,

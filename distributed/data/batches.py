@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distributed.token_files import Tokens, check_row
+from distributed.data.token_files import Tokens, check_row
 
 Int64s = NDArray[np.int64]
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from distributed.comm_hooks import CommHook, allreduce
-from distributed.communicator import Communicator, ReduceOp, Work
+from distributed.comm.communicator import Communicator, ReduceOp, Work
+from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from minigrad.backend import xp_of
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.tensor import GradState, Parameter

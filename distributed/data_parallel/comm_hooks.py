@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distributed.communicator import Array, Communicator, Work
+from distributed.comm.communicator import Array, Communicator, Work
 
 CommHook = Callable[[Array, Communicator], Work]
 

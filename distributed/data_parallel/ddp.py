@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from distributed.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
-from distributed.comm_hooks import CommHook, allreduce
-from distributed.communicator import Communicator
+from distributed.comm.communicator import Communicator
+from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
+from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from minigrad.flat import FlatBuffer
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, Module

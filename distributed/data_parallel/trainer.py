@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distributed.buckets import DEFAULT_BUCKET_BYTES
-from distributed.comm_hooks import CommHook, allreduce
-from distributed.communicator import Communicator, SoloCommunicator
-from distributed.ddp import DistributedDataParallel, broadcast_params
-from minigrad.backward import backward_with_grad, reached_parameters
+from distributed.comm.communicator import Communicator, SoloCommunicator
+from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES
+from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.ddp import DistributedDataParallel, broadcast_params
+from minigrad.backprop import backward_with_grad, reached_parameters
 from minigrad.hooks import Hooks
 from minigrad.nn import Module
 from minigrad.optim import AdamW, LearningRate, Optimizer, clip_by_global_norm

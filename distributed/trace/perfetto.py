@@ -9,8 +9,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pipeline.simulate import Timeline
-
 
 class Event(NamedTuple):
     """Something that a rank did; of one rank and category, events do not overlap. Times in seconds."""
@@ -22,24 +20,15 @@ class Event(NamedTuple):
     category: str
 
 
-def events(timeline: Timeline, *, seconds: float = 1e-3) -> list[Event]:
-    """List what a timeline shows.
+def perfetto(rows: Sequence[tuple[int, str, float, float, str]]) -> str:
+    """Write events in the Trace Event Format: a process for each rank, in it a thread for each category.
 
     Args:
-        seconds: how long one unit of the timeline's time is.
-    """
-    return [
-        Event(rank, str(action), start * seconds, end * seconds, "compute")
-        for rank, row in enumerate(timeline.rows)
-        for action, start, end in row
-    ]
-
-
-def perfetto(events: Sequence[Event]) -> str:
-    """Write events in the Trace Event Format: a process for each rank, in it a thread for each category.
+        rows: Events, or tuples of the same five, as `pipeline.events` makes them of a simulated timeline.
 
     Source: "Trace Event Format", the Chromium project; X is a complete event, M names things, times in microseconds.
     """
+    events = [Event(*row) for row in rows]
     categories = list(dict.fromkeys(event.category for event in events))
     tracks = sorted({(event.rank, categories.index(event.category)) for event in events})
     records: list[dict[str, Any]] = []

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distributed.communicator import Array, Communicator, Work
+from distributed.comm.communicator import Array, Communicator, Work
+from distributed.trace.perfetto import Event
 from minigrad.hooks import Hooks
-from pipeline.trace import Event
 
 NUM_EXCHANGES = 16  # of clocks, with each rank; the quickest counts
 CommHook = Callable[[Array, Communicator], Work]

@@ -17,8 +17,8 @@ from types import NoneType
 from typing import Any, NoReturn, TypeVar
 
 from common.settings import RunSettings, check
-from distributed.checkpoint_files import MANIFEST, CheckpointError, read_manifest
-from distributed.world import launcher_rank, launcher_size, world
+from distributed.checkpoint.files import MANIFEST, CheckpointError, read_manifest
+from distributed.comm.world import launcher_rank, launcher_size, world
 
 S = TypeVar("S", bound=RunSettings)
 T = TypeVar("T")

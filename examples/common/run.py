@@ -31,12 +31,12 @@ from common.plots import draw_plots, read_metrics
 from common.progress import Progress
 from common.settings import RunSettings
 from distributed import Communicator, ReduceOp, describe
-from distributed.checkpoint import Checkpointer, CheckpointError, HasTensors
+from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError, HasTensors
 from distributed.stop import StopRequest
 from minigrad.files import whole
 from minigrad.optim import Optimizer
 from pipeline import PipelineExecutor, perfetto, picture, svg
-from pipeline.measured import predict, timeline
+from pipeline.schedules.measured import predict, timeline
 
 METRICS = "metrics.jsonl"
 PID = "pid"

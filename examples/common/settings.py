@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from minigrad.backend import DEVICES
-from pipeline.schedules import SCHEDULES, Schedule
+from pipeline.schedules.schedule import SCHEDULES, Schedule
 
 T = TypeVar("T")
 Rule = tuple[bool, str]  # whether it holds, and what to say if it does not

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from distributed.token_files import Tokens, check_range, read_tokens
+from distributed.data.token_files import Tokens, check_range, read_tokens
 
 Int64s = NDArray[np.int64]
 

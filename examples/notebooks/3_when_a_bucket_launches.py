@@ -32,7 +32,7 @@ import numpy as np
 
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld
-from distributed.comm_hooks import allreduce
+from distributed.data_parallel.comm_hooks import allreduce
 from minigrad.models import MLP
 
 BLUE, GREEN, ORANGE, GREY = "#6aaee8", "#4fb98a", "#efb551", "#d9dfe5"
@@ -256,7 +256,8 @@ assert 1 < best < counts.max(), "the best bucket should be neither the smallest 
 # (Some checks will fail. Are they right?)
 #
 # 1. Set `LATENCY_SECONDS = 5e-6` and `BANDWIDTH = 10e9`, a fast network. Where is the valley now, and how deep is it?
-# 2. Send half precision: let `noted` return `compressed(np.float16)(grad, comm)`, from `distributed.comm_hooks`, and
+# 2. Send half precision: let `noted` return `compressed(np.float16)(grad, comm)`, from
+#    `distributed.data_parallel.comm_hooks`, and
 #    note half of the bytes. Which slope falls?
 # 3. Give the first layer ten times the parameters, as an embedding has: `[10 * WIDTH] + [WIDTH] * NUM_LAYERS`, and
 #    samples as wide. Its message is the last, and nothing is left to hide it. Would another bucket size help?

@@ -225,7 +225,7 @@ plt.show()
 
 # %%
 from pipeline import SCHEDULES, Event, picture, write_png
-from pipeline.measured import predict, timeline
+from pipeline.schedules.measured import predict, timeline
 
 timelines = [timeline([Event(*event) for event in events]) for events in result["steps"]]
 measured = min(timelines, key=lambda line: line.makespan)

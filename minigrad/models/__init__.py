@@ -1,6 +1,6 @@
 """Whole models. Each also gives itself as a list of (name, factory), for pipelines."""
 
-from .gpt import GPT, GPTConfig
-from .mlp import MLP
+from minigrad.models.gpt import GPT, GPTConfig
+from minigrad.models.mlp import MLP
 
 __all__ = ["GPT", "MLP", "GPTConfig"]

@@ -11,10 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array
-from ..nn import Dropout, Embedding, LayerNorm, Linear, Module, MultiHeadAttention, ParamGetter, Sequential, normal
-from ..ops import gelu
-from ..tensor import Tensor
+from minigrad.backend import Array
+from minigrad.nn import (
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    Module,
+    MultiHeadAttention,
+    ParamGetter,
+    Sequential,
+    normal,
+)
+from minigrad.ops import gelu
+from minigrad.tensor import Tensor
 
 LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
 

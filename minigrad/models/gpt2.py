@@ -20,10 +20,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ..backend import Array, to_host, xp_of
-from ..files import whole
-from ..tensor import Parameter
-from .gpt import GPTConfig
+from minigrad.backend import Array, to_host, xp_of
+from minigrad.files import whole
+from minigrad.models.gpt import GPTConfig
+from minigrad.tensor import Parameter
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..nn import Dropout, Linear, Module, ParamGetter, Sequential
-from ..ops import relu
-from ..tensor import Tensor
+from minigrad.nn import Dropout, Linear, Module, ParamGetter, Sequential
+from minigrad.ops import relu
+from minigrad.tensor import Tensor
 
 
 class MLPLayer(Module):

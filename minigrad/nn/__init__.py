@@ -1,9 +1,9 @@
 """Modules: what owns parameters, and how they are named and first filled."""
 
-from .buffer import Buffer
-from .init import ParamGetter, normal, ones, zeros
-from .layers import Conv2d, Dropout, Embedding, LayerNorm, Linear, MultiHeadAttention, RMSNorm
-from .module import Module, Sequential
+from minigrad.nn.buffer import Buffer
+from minigrad.nn.init import ParamGetter, normal, ones, zeros
+from minigrad.nn.layers import Conv2d, Dropout, Embedding, LayerNorm, Linear, MultiHeadAttention, RMSNorm
+from minigrad.nn.module import Module, Sequential
 
 __all__ = [
     "Buffer",

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import xp_of
-from ..tensor import Tensor
+from minigrad.backend import xp_of
+from minigrad.tensor import Tensor
 
 
 class Buffer(Tensor):

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array, place
-from ..rng import named_generator
-from ..tensor import Parameter
+from minigrad.backend import Array, place
+from minigrad.rng import named_generator
+from minigrad.tensor import Parameter
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], Array]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from .. import rng
-from ..backend import Array
-from ..ops import causal_attention, conv2d, dropout, embedding, layer_norm, linear, rms_norm
-from ..tensor import Tensor
-from .init import ParamGetter, normal, ones, zeros
-from .module import Module
+from minigrad import rng
+from minigrad.backend import Array
+from minigrad.nn.init import ParamGetter, normal, ones, zeros
+from minigrad.nn.module import Module
+from minigrad.ops import causal_attention, conv2d, dropout, embedding, layer_norm, linear, rms_norm
+from minigrad.tensor import Tensor
 
 
 class Linear(Module):

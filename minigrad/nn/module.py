@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..backend import Array
-from ..tape import current_watch
-from ..tensor import Parameter
-from .buffer import Buffer
+from minigrad.backend import Array
+from minigrad.nn.buffer import Buffer
+from minigrad.tape import current_watch
+from minigrad.tensor import Parameter
 
 Named = TypeVar("Named", bound=Parameter | Buffer)
 

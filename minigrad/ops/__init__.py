@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..tensor import Tensor
-from .activation import leaky_relu, relu, sigmoid, silu, softplus
-from .attention import causal_attention, scaled_dot_product_attention
-from .conv import avg_pool2d, conv2d, max_pool2d
-from .einsum import einsum
-from .elementwise import (
+from minigrad.ops.activation import leaky_relu, relu, sigmoid, silu, softplus
+from minigrad.ops.attention import causal_attention, scaled_dot_product_attention
+from minigrad.ops.conv import avg_pool2d, conv2d, max_pool2d
+from minigrad.ops.einsum_op import einsum
+from minigrad.ops.elementwise import (
     abs,
     add,
     astype,
@@ -28,14 +27,14 @@ from .elementwise import (
     sub,
     tanh,
 )
-from .gelu import gelu
-from .indexing import getitem, split
-from .linalg import linear, matmul, outer
-from .loss import binary_cross_entropy_with_logits, cross_entropy, mse
-from .nn import dropout, embedding, layer_norm, log_softmax, rms_norm, softmax
-from .reduce import cumsum, logsumexp, max, mean, min, norm, prod, std, sum, var
-from .selection import clip, maximum, minimum, where
-from .shape import (
+from minigrad.ops.gelu_op import gelu
+from minigrad.ops.indexing import getitem, split
+from minigrad.ops.linalg import linear, matmul, outer
+from minigrad.ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse
+from minigrad.ops.nn import dropout, embedding, layer_norm, log_softmax, rms_norm, softmax
+from minigrad.ops.reduce import cumsum, logsumexp, max, mean, min, norm, prod, std, sum, var
+from minigrad.ops.selection import clip, maximum, minimum, where
+from minigrad.ops.shape import (
     broadcast_to,
     concatenate,
     expand_dims,
@@ -48,6 +47,7 @@ from .shape import (
     swapaxes,
     transpose,
 )
+from minigrad.tensor import Tensor
 
 __all__ = [
     "abs",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import half_in_float32
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import half_in_float32
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 

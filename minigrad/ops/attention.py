@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..backend import Array, xp_of
-from ..tape import Joint, Vjp, op
-from .nn import widened
+from minigrad.backend import Array, xp_of
+from minigrad.ops.nn import widened
+from minigrad.tape import Joint, Vjp, op
 
 Backward = Callable[[Array, Array, Array, Array], None]  # backward(g, dq, dk, dv) writes into all but g
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..backend import Array, xp_of
-from ..tape import Vjp, op
-from .operands import half_in_float32
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import half_in_float32
+from minigrad.tape import Vjp, op
 
 Pair = tuple[int, int]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import fit_one, half_in_float32, in_floating_dtype
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import fit_one, half_in_float32, in_floating_dtype
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 

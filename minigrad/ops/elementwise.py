@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import broadcasting, fit, half_in_float32, pair, select
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import broadcasting, fit, half_in_float32, pair, select
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import half_in_float32
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import half_in_float32
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 _BLOCK = 1 << 16  # elements: a chain of ufuncs stays in the cache from here on; smaller blocks cost calls

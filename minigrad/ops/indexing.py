@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array, scatter_add_rows, xp_of
-from ..tape import op
-from ..tensor import Tensor
-from .operands import axes_of, is_half
+from minigrad.backend import Array, scatter_add_rows, xp_of
+from minigrad.ops.operands import axes_of, is_half
+from minigrad.tape import op
+from minigrad.tensor import Tensor
 
 Vjp = Callable[[Array], Array]
 

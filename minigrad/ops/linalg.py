@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import fit, fit_one, in_floating_dtype, product, unbroadcast
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import fit, fit_one, in_floating_dtype, product, unbroadcast
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 

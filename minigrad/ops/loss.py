@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..backend import Array, xp_of
-from ..tape import Vjp, op
-from .nn import widened
+from minigrad.backend import Array, xp_of
+from minigrad.ops.nn import widened
+from minigrad.tape import Vjp, op
 
 
 @op

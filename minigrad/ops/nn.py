@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array, scatter_add_rows, xp_of
-from ..tape import Vjp, op
-from .operands import half_in_float32, is_half
+from minigrad.backend import Array, scatter_add_rows, xp_of
+from minigrad.ops.operands import half_in_float32, is_half
+from minigrad.tape import Vjp, op
 
 
 def widened(x: Array) -> Array:

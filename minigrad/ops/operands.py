@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array, xp_of
+from minigrad.backend import Array, xp_of
 
 Vjp = Callable[[Array], Array]
 Axis = int | tuple[int, ...] | None

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import Axis, add_up, axes_of, half_in_float32, select
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import Axis, add_up, axes_of, half_in_float32, select
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import check_broadcast, fit, half_in_float32, pair, select
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import check_broadcast, fit, half_in_float32, pair, select
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 _BOOLEAN = np.dtype(bool)

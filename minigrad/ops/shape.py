@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from ..backend import Array, xp_of
-from ..tape import op
-from .operands import axes_of, in_floating_dtype, unbroadcast
+from minigrad.backend import Array, xp_of
+from minigrad.ops.operands import axes_of, in_floating_dtype, unbroadcast
+from minigrad.tape import op
 
 Vjp = Callable[[Array], Array]
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipeline.action import Action
-from pipeline.schedules import Schedule
-from pipeline.text import load
+from pipeline.schedules.action import Action
+from pipeline.schedules.csv_file import load
+from pipeline.schedules.schedule import Schedule
 
 Numbers = list[float] | float
 

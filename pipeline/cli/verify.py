@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from distributed.world import launched_by_mpi, launcher_rank, world
+from distributed.comm.world import launched_by_mpi, launcher_rank, world
 from minigrad.models import gpt, mlp
 from minigrad.ops import cross_entropy
-from pipeline import flags
-from pipeline.schedules import SCHEDULES, Schedule
+from pipeline.cli import flags
+from pipeline.schedules.schedule import SCHEDULES, Schedule
 from pipeline.verify import Case, MismatchError, verify
 
 NUM_STEPS = 3

@@ -15,25 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from distributed.communicator import Communicator
+from distributed.comm.communicator import Communicator
+from distributed.trace.recorder import Recorder
 from minigrad import rng
 from minigrad.backend import Array, xp_of
 from minigrad.hooks import Hooks
 from minigrad.tape import no_grad
 from minigrad.tensor import Tensor
 from minigrad.watch import progressing
-from pipeline import microbatch
-from pipeline.action import Action, Kind
-from pipeline.deadlock import prove
-from pipeline.lower import lower
-from pipeline.opening import Batch, agree, agree_on_orders, open_step
-from pipeline.p2p import PointToPoint
-from pipeline.passes import Pass, PipelineOutput
-from pipeline.readiness import Readiness, side_by_side
-from pipeline.record import Recorder
-from pipeline.schedules import Schedule
-from pipeline.spec import Bundle, Spec
-from pipeline.stage import LocalStages
+from pipeline.runtime import microbatch
+from pipeline.runtime.boundary import Bundle, Spec
+from pipeline.runtime.handshake import Batch, agree, agree_on_orders, open_step
+from pipeline.runtime.p2p import PointToPoint
+from pipeline.runtime.stage import LocalStages
+from pipeline.runtime.step import Pass, PipelineOutput
+from pipeline.runtime.step_hooks import Readiness, side_by_side
+from pipeline.schedules.action import Action, Kind
+from pipeline.schedules.deadlock import prove
+from pipeline.schedules.lower import lower
+from pipeline.schedules.schedule import Schedule
 
 LossFn = Callable[[Any, Array], Tensor]
 

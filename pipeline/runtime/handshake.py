@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distributed.communicator import Communicator
+from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array
-from pipeline import microbatch
-from pipeline.action import Action
-from pipeline.check import validate
-from pipeline.schedules import Schedule
-from pipeline.spec import SPEC_COLUMNS, Spec
+from pipeline.runtime import microbatch
+from pipeline.runtime.boundary import SPEC_COLUMNS, Spec
+from pipeline.schedules.action import Action
+from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.validate import validate
 
 Batch = Array | Sequence[Array]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from distributed.communicator import Communicator
+from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array, synchronize, xp_of
-from minigrad.backward import backward_with_grad
+from minigrad.backprop import backward_with_grad
 from minigrad.nn import ParamGetter
 from minigrad.tensor import Tensor
-from pipeline.stage import LayerFactory
+from pipeline.runtime.stage import LayerFactory
 
 
 def layer_seconds(

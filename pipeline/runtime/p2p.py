@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from distributed.communicator import Communicator, Work
-from pipeline.action import Action, Kind
-from pipeline.record import Recorder
-from pipeline.spec import BUNDLE_COLUMNS, Bundle, BundleSpec, Spec
+from distributed.comm.communicator import Communicator, Work
+from distributed.trace.recorder import Recorder
+from pipeline.runtime.boundary import BUNDLE_COLUMNS, Bundle, BundleSpec, Spec
+from pipeline.schedules.action import Action, Kind
 
 
 class PointToPoint:

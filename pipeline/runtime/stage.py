@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from distributed.communicator import Communicator
+from distributed.comm.communicator import Communicator
 from minigrad.backend import Array, xp_of
-from minigrad.backward import (
+from minigrad.backprop import (
     DeferredGrads,
     backward_input,
     backward_weight,
@@ -21,9 +21,9 @@ from minigrad.backward import (
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, ParamGetter, Sequential
 from minigrad.tensor import Parameter, Tensor
-from pipeline.partition import StageSpec, cut
-from pipeline.schedules import Schedule
-from pipeline.spec import Bundle, Spec
+from pipeline.runtime.boundary import Bundle, Spec
+from pipeline.runtime.partition import StageSpec, cut
+from pipeline.schedules.schedule import Schedule
 
 LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
 

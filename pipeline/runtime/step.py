@@ -8,10 +8,10 @@ from typing import Any
 
 from minigrad.backend import Array
 from minigrad.tensor import Parameter
-from pipeline.action import Action
-from pipeline.opening import Opening
-from pipeline.readiness import Readiness
-from pipeline.spec import Bundle, Spec
+from pipeline.runtime.boundary import Bundle, Spec
+from pipeline.runtime.handshake import Opening
+from pipeline.runtime.step_hooks import Readiness
+from pipeline.schedules.action import Action
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from minigrad.hooks import Hooks
 from minigrad.tensor import Parameter
-from pipeline.action import Action, Kind
+from pipeline.schedules.action import Action, Kind
 
 
 def side_by_side(program: Sequence[Action]) -> list[list[Action]]:

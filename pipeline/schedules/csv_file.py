@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from pipeline.action import Action, Kind, ScheduleError
-from pipeline.check import validate
-from pipeline.draw import draw_order
-from pipeline.schedules import Schedule
+from pipeline.schedules.action import Action, Kind, ScheduleError
+from pipeline.schedules.drawing.text import draw_order
+from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.validate import validate
 
 
 def dump(orders: Sequence[Sequence[Action]]) -> str:

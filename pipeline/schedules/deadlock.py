@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from pipeline.action import Action, Kind, Placement, ScheduleError
+from pipeline.schedules.action import Action, Kind, Placement, ScheduleError
 
 _MADE_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
 _CONTEXT = 2  # steps that a counter-example shows on either side of the one at fault

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pipeline.action import Action, Kind, Placement
+from pipeline.schedules.action import Action, Kind, Placement
 
 _RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 _SEND = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1)}  # and the step to the stage that it goes to

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from pipeline.action import Action, Kind
-from pipeline.draw import draw
-from pipeline.simulate import Timed, Timeline, simulate
-from pipeline.trace import Event
+from pipeline.schedules.action import Action, Kind
+from pipeline.schedules.drawing.text import draw
+from pipeline.schedules.simulate import Timed, Timeline, simulate
+
+Row = tuple[int, str, float, float, str]
+"""An event as `distributed.trace` notes it: rank, name, start and end in seconds, category."""
 
 _PARTS = {"forward": Kind.F, "backward_input": Kind.B, "backward_weight": Kind.W}
 
 
-def timeline(events: Sequence[Event]) -> Timeline:
+def timeline(events: Sequence[Row]) -> Timeline:
     """Return what the events of one step say about computing; time 0 is the start of the first action.
 
     Weight halves that ran side by side share their time evenly.
@@ -27,13 +29,13 @@ def timeline(events: Sequence[Event]) -> Timeline:
     Raises:
         ValueError: an action ran twice, so this is more than one step, or a rank computed nothing.
     """
-    compute = sorted((event for event in events if event.category == "compute"), key=lambda event: event.start)
-    num_ranks = 1 + max((event.rank for event in events), default=0)
+    compute = sorted((event for event in events if event[-1] == "compute"), key=lambda event: event[2])
+    num_ranks = 1 + max((event[0] for event in events), default=0)
     rows: list[list[Timed]] = [[] for _ in range(num_ranks)]
     for rank, names, start, end, _ in compute:
         actions = [Action.parse(name) for name in names.split()]
         share = (end - start) / len(actions)
-        begin = start - compute[0].start
+        begin = start - compute[0][2]
         rows[rank] += [Timed(action, begin + i * share, begin + (i + 1) * share) for i, action in enumerate(actions)]
     for rank, row in enumerate(rows):
         if not row:
@@ -41,6 +43,19 @@ def timeline(events: Sequence[Event]) -> Timeline:
         if len({action for action, _, _ in row}) < len(row):
             raise ValueError(f"a timeline is of one step, but an action ran twice on rank {rank}")
     return Timeline(rows)
+
+
+def events(timeline: Timeline, *, seconds: float = 1e-3) -> list[Row]:
+    """List what a timeline shows, for `distributed.trace.perfetto`.
+
+    Args:
+        seconds: how long one unit of the timeline's time is.
+    """
+    return [
+        (rank, str(action), start * seconds, end * seconds, "compute")
+        for rank, row in enumerate(timeline.rows)
+        for action, start, end in row
+    ]
 
 
 def times(*timelines: Timeline) -> dict[str, list[float]]:

@@ -9,10 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pipeline.action import Action, Placement
-from pipeline.interleaved import interleaved_1f1b_order, looped_bfs_order
-from pipeline.orders import forward_only, gpipe, one_f_one_b
-from pipeline.zero_bubble import zbv, zero_bubble_h1, zero_bubble_h2
+from pipeline.schedules.action import Action, Placement
+from pipeline.schedules.orders import (
+    forward_only,
+    gpipe,
+    interleaved_1f1b_order,
+    looped_bfs_order,
+    one_f_one_b,
+    zbv,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
 
 Order = Callable[[int, int, int], list[Action]]
 """`order(rank, num_ranks, num_microbatches)`: the compute actions of one rank."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.action import Action, Kind, ScheduleError
+from pipeline.schedules.action import Action, Kind, ScheduleError
 
 Time = float | Sequence[float]
 """One number for every stage, or one for each."""

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 
-from pipeline.action import Action, Kind, Placement, ScheduleError
-from pipeline.draw import draw_order
-from pipeline.simulate import walk
+from pipeline.schedules.action import Action, Kind, Placement, ScheduleError
+from pipeline.schedules.drawing.text import draw_order
+from pipeline.schedules.simulate import walk
 
 _NAMES = {Kind.F: "F", Kind.B: "B or BW", Kind.W: "W or BW"}
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed import GradientBucketManager, SoloCommunicator, buckets
-from distributed.buckets import plan_buckets
+from distributed import GradientBucketManager, SoloCommunicator
+from distributed.data_parallel import buckets
+from distributed.data_parallel.buckets import plan_buckets
 from minigrad import FlatBuffer, Parameter
 
 ELEMENT_BYTES = 8

@@ -11,9 +11,10 @@ import pytest
 from toy_checkpoints import Training, Weights, names
 
 import minigrad as mg
-from distributed import checkpoint, checkpoint_files
-from distributed.checkpoint import Checkpointer
-from distributed.checkpoint_files import CheckpointError, complete
+from distributed.checkpoint import checkpointer as checkpoint
+from distributed.checkpoint import files as checkpoint_files
+from distributed.checkpoint.checkpointer import Checkpointer
+from distributed.checkpoint.files import CheckpointError, complete
 from minigrad.nn import Buffer
 from minigrad.optim import SGD, AdamW, Optimizer
 

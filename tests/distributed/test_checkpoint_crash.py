@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from toy_checkpoints import Training, names
 
-from distributed import LocalWorld, SoloCommunicator, checkpoint_files
-from distributed.checkpoint_files import complete, read_manifest, read_tensors
+from distributed import LocalWorld, SoloCommunicator
+from distributed.checkpoint import files as checkpoint_files
+from distributed.checkpoint.files import complete, read_manifest, read_tensors
 
 KILLED = 9
 CHANGES = ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir")

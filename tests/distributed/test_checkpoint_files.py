@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distributed import checkpoint_files
-from distributed.checkpoint_files import (
+from distributed.checkpoint import files as checkpoint_files
+from distributed.checkpoint.files import (
     CheckpointError,
     Manifest,
     Saving,
@@ -17,7 +17,7 @@ from distributed.checkpoint_files import (
     read_manifest,
     read_tensors,
 )
-from distributed.checkpoint_plan import Stored
+from distributed.checkpoint.plan import Stored
 
 STATE = {"data": {"epoch": 2, "position": 1 / 3}, "text": "ä", "empty": [], "nothing": None}
 

@@ -11,7 +11,7 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, Mesh
-from distributed.checkpoint import Checkpointer
+from distributed.checkpoint.checkpointer import Checkpointer
 from minigrad import nn, rng
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.checkpoint_plan import Held, Stored, divide
+from distributed.checkpoint.plan import Held, Stored, divide
 
 
 def held(**num_bytes: int) -> dict[str, Held]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.data import Sampler, TokenBatches, validation_batches
+from distributed.data.batches import Sampler, TokenBatches, validation_batches
 
 LAYOUTS = [(1, 1), (4, 1), (4, 2), (4, 4), (7, 2), (7, 3), (5, 4), (64, 3)]  # batch_size, size
 

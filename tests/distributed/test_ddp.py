@@ -16,7 +16,7 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld, SoloCommunicator, broadcast_params
-from distributed.comm_hooks import compressed
+from distributed.data_parallel.comm_hooks import compressed
 from minigrad.flat import zero_grad
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.nn import Module

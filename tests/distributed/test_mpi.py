@@ -21,7 +21,7 @@ def make(comm, **settings):
     """Make a communicator of the same ranks with settings of its own."""
     from mpi4py import MPI
 
-    from distributed.mpi import MPICommunicator, Settings
+    from distributed.comm.mpi import MPICommunicator, Settings
 
     return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
 
@@ -233,7 +233,7 @@ LIBRARIES = {  # what MPI_Get_library_version says -> what the start line says
 
 @under_mpirun
 def test_the_library_is_one_short_line(ranks, monkeypatch):
-    import distributed.mpi as mpi
+    import distributed.comm.mpi as mpi
 
     assert {said: mpi.short_name(said) for said in LIBRARIES} == LIBRARIES
     monkeypatch.setattr(mpi.MPI, "Get_library_version", lambda: "MPICH Version:\t3.3.2\nMPICH ABI:\t13:8:1\n")
@@ -247,7 +247,7 @@ def test_the_library_is_one_short_line(ranks, monkeypatch):
 @under_mpirun
 @pytest.mark.parametrize(("library", "answer"), [({"MPIX_Query_cuda_support": lambda: 1}, True), ({}, False)])
 def test_gpu_support_is_what_the_library_says(ranks, monkeypatch, library, answer):
-    import distributed.mpi as mpi
+    import distributed.comm.mpi as mpi
 
     monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
     mpi.is_cuda_aware.cache_clear()

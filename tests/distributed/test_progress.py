@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from distributed.progress import Engine
+from distributed.comm.progress import Engine
 
 DONE = np.ones(1)
 

@@ -9,11 +9,11 @@ from recording import Log, RecordingCommunicator
 from toy_pipeline import X, Y, connect, four_layers
 
 from distributed import LocalWorld, Mesh, SoloCommunicator, Work
-from distributed.comm_hooks import allreduce
-from distributed.ddp import DistributedDataParallel
+from distributed.data_parallel.comm_hooks import allreduce
+from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.trace.recorder import Recorder, clock_offset
 from pipeline import Event
-from pipeline.measured import timeline
-from pipeline.record import Recorder, clock_offset
+from pipeline.schedules.measured import timeline
 
 
 class Later(Work):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from distributed import reduction
-from distributed.reduction import ReduceOp, combine, reduce_in_rank_order
+from distributed.comm import reduction
+from distributed.comm.reduction import ReduceOp, combine, reduce_in_rank_order
 
 OPS = {ReduceOp.SUM: np.add.reduce, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max, ReduceOp.MEAN: np.mean}
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distributed import LocalWorld, ReduceOp, launched_by_mpi
-from distributed.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
 
@@ -114,7 +114,7 @@ def test_an_array_is_told_from_one_elsewhere():
 def make(**settings):
     from mpi4py import MPI
 
-    from distributed.mpi import MPICommunicator, Settings
+    from distributed.comm.mpi import MPICommunicator, Settings
 
     return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
 
@@ -215,7 +215,7 @@ def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
 def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault):
     from mpi4py import MPI
 
-    import distributed.mpi as mpi
+    import distributed.comm.mpi as mpi
 
     def refuse(*args, **kwargs):
         raise MPI.Exception(MPI.ERR_INTERN)

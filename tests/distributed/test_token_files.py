@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distributed import token_files
-from distributed.data import TokenBatches
-from distributed.token_files import read_tokens, write_tokens
+from distributed.data import token_files
+from distributed.data.batches import TokenBatches
+from distributed.data.token_files import read_tokens, write_tokens
 
 
 def write_sparse(path: Path, num_tokens: int) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed.start_line import Place, blas_threads, describe_places, this_place
+from distributed.comm.topology import Place, blas_threads, describe_places, this_place
 
 
 def place(*cores, host="a", threads=1, device="cpu"):

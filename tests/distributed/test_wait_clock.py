@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import distributed.wait_clock
-from distributed.wait_clock import WaitClock
+import distributed.comm.wait_clock
+from distributed.comm.wait_clock import WaitClock
 
 
 @pytest.fixture
 def time(monkeypatch):
     fake = SimpleNamespace(now=100.0)
     fake.perf_counter = lambda: fake.now
-    monkeypatch.setattr(distributed.wait_clock, "time", fake)
+    monkeypatch.setattr(distributed.comm.wait_clock, "time", fake)
     return fake
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from distributed import LocalWorld, SoloCommunicator, describe, launched_by_mpi, launcher_rank, local_rank, world
-from distributed.world import launcher_size
+from distributed.comm.world import launcher_size
 
 LAUNCHED = [
     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}, 3),

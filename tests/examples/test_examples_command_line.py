@@ -11,9 +11,9 @@ import pytest
 
 from common.command_line import find_run, read_saved, read_settings, to_save
 from common.settings import LayoutSettings, RunSettings
-from distributed.checkpoint_files import Manifest, commit
+from distributed.checkpoint.files import Manifest, commit
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:

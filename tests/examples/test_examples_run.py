@@ -14,7 +14,7 @@ from common import run as run_module
 from common.run import Run
 from common.settings import RunSettings
 from distributed import Communicator, LocalWorld, SoloCommunicator
-from distributed.data import Sampler
+from distributed.data.batches import Sampler
 from distributed.stop import StopRequest
 from minigrad import backward
 from minigrad.nn import Linear, ParamGetter
@@ -271,7 +271,7 @@ def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("distributed.checkpoint_files.save_file", full)
+    monkeypatch.setattr("distributed.checkpoint.files.save_file", full)
     with pytest.raises(SystemExit, match=r"^2$"):
         train(SETTINGS)
     (line,) = capfd.readouterr().err.splitlines()

@@ -8,7 +8,7 @@ import pytest
 
 from common.command_line import read_settings
 from common.settings import LayoutSettings, ReplicaSettings, check
-from pipeline.schedules import SCHEDULES
+from pipeline.schedules.schedule import SCHEDULES
 
 COUNTS = ["steps", "batch", "save_every", "keep", "layers", "heads", "width", "context", "vocab", "dp", "pp"]
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from common import text
-from distributed.data import validation_batches
+from distributed.data.batches import validation_batches
 
 TEXT = np.arange(200, dtype=np.uint16)  # each token is its own position
 

@@ -244,7 +244,7 @@ def test_bfloat16_is_read_where_numpy_has_none(tmp_path: Path) -> None:
         "gpt2.load(model.parameters(), config, folder)\n"
         "assert (model.state_dict()['embed.token.weight'] == np.load(folder + '/expected.npy')).all()"
     )
-    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=Path(__file__).parent.parent, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=Path(__file__).parents[2], timeout=60, check=True)
 
 
 def test_each_rank_of_a_pipeline_reads_its_own(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_config_of_another_computation_is_refused(changes: dict[str, Any], mes
 
 def test_import_of_minigrad_does_not_load_safetensors() -> None:
     program = "import sys, minigrad.models; assert 'safetensors' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60, check=True)
 
 
 # -- the same files in PyTorch and in transformers ---------------------------------------------------

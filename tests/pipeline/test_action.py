@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import BW, Action, B, F, Kind, W
+from pipeline.schedules.action import BW, Action, B, F, Kind, W
 
 ACTIONS = st.builds(Action, st.sampled_from(Kind), st.integers(0, 999), st.integers(0, 999))
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pipeline.spec import SPEC_COLUMNS, Spec
+from pipeline.runtime.boundary import SPEC_COLUMNS, Spec
 
 DTYPES = ["?", "i1", "u2", "i8", "f2", "f4", "f8", ">f4", "c16"]
 

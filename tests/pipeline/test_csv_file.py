@@ -4,7 +4,7 @@ import pytest
 from toy_pipeline import X, Y, check_against_one_process, four_layers
 
 from pipeline import SCHEDULES, ScheduleError, dump, from_text, interleaved_1f1b, load, lower
-from pipeline.text import parse
+from pipeline.schedules.csv_file import parse
 
 HAND_WRITTEN = """
 0F0, 0F1,     ,     , 0BW0, 0BW1,

@@ -6,7 +6,7 @@ from drawn_orders import read
 from jobs import needs_mpirun, run_job
 
 from pipeline import SCHEDULES, Action, Collective, ScheduleError, dump, lower, prove
-from pipeline.schedules import round_robin
+from pipeline.schedules.schedule import round_robin
 
 ONE_F_ONE_B = lower(SCHEDULES["1f1b"].orders(2, 2), rank_of=round_robin, num_stages=2)
 LATE_RECEIVES = lower(SCHEDULES["1f1b"].orders(2, 2), rank_of=round_robin, num_stages=2, lookahead=0)
@@ -260,7 +260,7 @@ RUN_PROGRAMS = """
 import os, sys, threading
 from mpi4py import MPI
 import numpy as np
-from pipeline.text import parse
+from pipeline.schedules.csv_file import parse
 
 comm, mode = MPI.COMM_WORLD, sys.argv[1]
 programs = parse(open(sys.argv[2]).read())

@@ -5,7 +5,7 @@ import pytest
 from drawn_orders import read
 
 from pipeline import SCHEDULES, Picture, picture, simulate, svg, write_png
-from pipeline.picture import IDLE, Box, Words
+from pipeline.schedules.drawing.svg import IDLE, Box, Words
 
 SVG = "{http://www.w3.org/2000/svg}"
 

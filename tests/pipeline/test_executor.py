@@ -29,10 +29,10 @@ from toy_pipeline import (
 
 import minigrad as mg
 from distributed import SoloCommunicator
-from distributed.ddp import DistributedDataParallel
+from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import Hooks, nn, rng
 from pipeline import SCHEDULES
-from pipeline.microbatch import split
+from pipeline.runtime.microbatch import split
 
 BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 

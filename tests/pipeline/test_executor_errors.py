@@ -21,7 +21,7 @@ import minigrad as mg
 from distributed import LocalWorld
 from minigrad import rng
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
-from pipeline.microbatch import split
+from pipeline.runtime.microbatch import split
 
 
 def forward(pipe):

@@ -22,10 +22,10 @@ from toy_pipeline import (
 
 import minigrad as mg
 from distributed import Mesh
-from distributed.ddp import DistributedDataParallel
+from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import Hooks, nn
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
-from pipeline.microbatch import split
+from pipeline.runtime.microbatch import split
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -8,8 +8,8 @@ import pytest
 
 from minigrad import rng
 from pipeline import SCHEDULES, Schedule, ScheduleError
-from pipeline.opening import agree, agree_on_orders, open_step
-from pipeline.spec import Spec
+from pipeline.runtime.boundary import Spec
+from pipeline.runtime.handshake import agree, agree_on_orders, open_step
 
 M = 3
 X, Y = np.zeros((7, 5), np.float32), np.zeros((7, 2))

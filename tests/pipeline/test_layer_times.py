@@ -9,7 +9,7 @@ from toy_pipeline import apply, dense
 import minigrad as mg
 from minigrad.models import gpt
 from pipeline import cut_by_weights
-from pipeline.layer_times import layer_seconds
+from pipeline.runtime.layer_times import layer_seconds
 
 
 @mg.op

@@ -6,7 +6,7 @@ import pytest
 from drawn_orders import read
 
 from pipeline import BW, SCHEDULES, Action, B, F, Kind, W, lower
-from pipeline.schedules import round_robin, v_shape
+from pipeline.schedules.schedule import round_robin, v_shape
 
 V_ORDERS = "0F0 0F1 3F0 3B0 3F1 3B1 3W0 0B0 0W0 3W1 0B1 0W1\n1F0 2F0 1F1 2F1 2BW0 1BW0 2BW1 1BW1"
 

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from pipeline import SCHEDULES, Event, Timeline, draw, events, simulate
-from pipeline.measured import compare, predict, timeline, times
+from pipeline.schedules.measured import compare, predict, timeline, times
 
 ORDERS = SCHEDULES["zero_bubble_h1"].orders(2, 3)
 SIMULATED = simulate(ORDERS, num_stages=2, forward=[2, 1], backward_input=[2, 3], backward_weight=[1, 2])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.microbatch import as_microbatches, check_used_once, sizes, split, weights
+from pipeline.runtime.microbatch import as_microbatches, check_used_once, sizes, split, weights
 
 
 @given(num_microbatches=st.integers(1, 20), extra=st.integers(0, 50))

@@ -5,9 +5,9 @@ import pytest
 from recording import Log, RecordingCommunicator
 
 from distributed import SoloCommunicator
-from pipeline.action import Action, Kind
-from pipeline.p2p import PointToPoint
-from pipeline.spec import Bundle, Spec
+from pipeline.runtime.boundary import Bundle, Spec
+from pipeline.runtime.p2p import PointToPoint
+from pipeline.schedules.action import Action, Kind
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.point_to_point]
 

@@ -24,8 +24,8 @@ from pipeline import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from pipeline.interleaved import interleaved_1f1b_order, looped_bfs_order
-from pipeline.schedules import v_shape
+from pipeline.schedules.orders import interleaved_1f1b_order, looped_bfs_order
+from pipeline.schedules.schedule import v_shape
 
 TIMES = [(1, 1, 1), (1.5, 1.25, 0.75), (2, 2, 1), (3, 2.5, 2), (1, 1.2, 0.9)]  # of F, B and W on a rank
 ALL = {**SCHEDULES, "forward_only": FORWARD_ONLY}

@@ -10,10 +10,10 @@ from toy_pipeline import apply, connect, dense, mean, scale, scale_positive
 
 import minigrad as mg
 from distributed import Mesh
-from distributed.ddp import DistributedDataParallel
+from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import Hooks, nn
 from pipeline import BW, SCHEDULES, Action, B, F, PipelineExecutor, PipelineStage, Schedule, W
-from pipeline.readiness import side_by_side
+from pipeline.runtime.step_hooks import side_by_side
 
 
 def parameters() -> list[mg.Parameter]:

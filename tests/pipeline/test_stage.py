@@ -13,7 +13,7 @@ from minigrad import Hooks
 from minigrad.models import gpt
 from minigrad.optim import grad_square_sum, scale_to_norm
 from pipeline import SCHEDULES, PipelineStage, Schedule, cut_by_sizes, gpipe
-from pipeline.spec import Bundle
+from pipeline.runtime.boundary import Bundle
 
 LAYERS = [dense("a", 3, 4), dense("b", 4, 4), dense("c", 4, 2)]
 ONE = SCHEDULES["1f1b"]

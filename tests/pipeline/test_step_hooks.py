@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minigrad import Hooks, Parameter
-from pipeline.readiness import Readiness
+from pipeline.runtime.step_hooks import Readiness
 
 
 class Step:

@@ -4,7 +4,7 @@ import pytest
 from drawn_orders import read
 
 from pipeline import SCHEDULES, ScheduleError, validate
-from pipeline.schedules import round_robin
+from pipeline.schedules.schedule import round_robin
 
 
 def check(orders, num_stages=2, num_microbatches=2, rank_of=round_robin):

@@ -13,9 +13,9 @@ from jobs import needs_mpirun, run_job
 import minigrad as mg
 from distributed import GradientBucketManager, LocalWorld
 from minigrad.models import gpt, mlp
-from pipeline import verify_command
 from pipeline.__main__ import main
-from pipeline.stage import LocalStages, PipelineStage
+from pipeline.cli import verify as verify_command
+from pipeline.runtime.stage import LocalStages, PipelineStage
 from pipeline.verify import Case, MismatchError, verify
 
 CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=4, num_heads=2, width=8, dropout=0.1)
@@ -90,7 +90,7 @@ def test_a_tied_parameter_that_is_not_summed_is_named(monkeypatch: pytest.Monkey
 
 
 def test_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline import executor
+    from pipeline.runtime import executor
 
     def broken(loss: Any) -> Any:
         return property(lambda self: 2 * loss.fget(self))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from distributed import Communicator, ReduceOp, Work
-from distributed.communicator import Array
+from distributed.comm.communicator import Array
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 
 import minigrad as mg
-from distributed.checkpoint import Checkpointer
+from distributed.checkpoint.checkpointer import Checkpointer
 from minigrad.nn import Buffer, Module
 from minigrad.optim import AdamW, Optimizer
 

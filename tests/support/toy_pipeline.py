@@ -11,8 +11,8 @@ from minigrad import Hooks, nn
 from minigrad.backend import Array
 from minigrad.nn import Module, ParamGetter
 from pipeline import BW, SCHEDULES, Action, B, F, PipelineExecutor, PipelineStage, Schedule, W
-from pipeline.action import Placement
-from pipeline.stage import LayerFactory
+from pipeline.runtime.stage import LayerFactory
+from pipeline.schedules.action import Placement
 
 Layer = tuple[str, LayerFactory]
 LossFn = Callable[[mg.Tensor, Array], mg.Tensor]

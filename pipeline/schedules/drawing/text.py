@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pipeline.action import Action
-from pipeline.simulate import Timeline
+from pipeline.schedules.action import Action
+from pipeline.schedules.simulate import Timeline
 
 
 def draw(timeline: Timeline) -> str:

@@ -1,0 +1,1 @@
+"""Data parallelism: gradients of replicas travel in buckets while the backward runs."""

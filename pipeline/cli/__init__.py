@@ -1,0 +1,1 @@
+"""The command line, `python -m pipeline`: a file a command."""
