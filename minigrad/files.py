@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a path to write to; on leaving, what is there becomes `path`, and is on the disk.
 
-        with whole(folder / "weights.bin") as unfinished:
+        with atomic_write(folder / "weights.bin") as unfinished:
             unfinished.write_bytes(data)
 
     After an exception, or a kill, `path` is what it was before.

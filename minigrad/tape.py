@@ -1,4 +1,4 @@
-"""The tape: ops record nodes. Walking them in reverse is the business of `backward.py`.
+"""The tape: ops record nodes. Walking them in reverse is the business of `backprop.py`.
 
 A node is made by each op whose result needs a gradient. It keeps the nodes (or leaf tensors)
 that its inputs came from and, for each of them, a *vjp*: a closure from the cotangent of the output to
@@ -137,7 +137,7 @@ class Joint:
 
 
 class Replay:
-    """In place of vjps: run the forward again, and walk the tape that it records. See `recompute.py`.
+    """In place of vjps: run the forward again, and walk the tape that it records. See `recomputation.py`.
 
     Args:
         run: () -> the output, recorded, and the number of the first node that may be its own.

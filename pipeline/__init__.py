@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.schedules.action import BW, Action, B, F, Kind, ScheduleError, W
 from pipeline.schedules.csv_file import dump, from_text, load
-from pipeline.schedules.deadlock import Collective, prove
+from pipeline.schedules.deadlock import Collective, check_deadlock_free
 from pipeline.schedules.drawing.png import write_png
 from pipeline.schedules.drawing.svg import Picture, picture, svg
 from pipeline.schedules.drawing.text import draw, draw_order
@@ -74,6 +74,7 @@ __all__ = [
     "Timed",
     "Timeline",
     "W",
+    "check_deadlock_free",
     "cut",
     "cut_by_sizes",
     "cut_by_weights",
@@ -93,7 +94,6 @@ __all__ = [
     "partition_by_count",
     "perfetto",
     "picture",
-    "prove",
     "simulate",
     "svg",
     "validate",

@@ -14,7 +14,7 @@ from pipeline.cli import flags
 from pipeline.cli import verify as verify_command
 from pipeline.schedules.action import Action
 from pipeline.schedules.csv_file import dump
-from pipeline.schedules.deadlock import prove
+from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.drawing.png import write_png
 from pipeline.schedules.drawing.svg import picture, svg
 from pipeline.schedules.drawing.text import draw
@@ -241,7 +241,7 @@ def run_check(arguments: argparse.Namespace) -> None:
     """Check a schedule's order, and prove that the messages that it needs cannot block each other."""
     schedule, orders, num_stages, title = checked(arguments)
     programs = lower(orders, rank_of=schedule.rank_of, num_stages=num_stages)
-    prove(programs, rank_of=schedule.rank_of, num_stages=num_stages)
+    check_deadlock_free(programs, rank_of=schedule.rank_of, num_stages=num_stages)
     print(f"{title}: complete, in order, and no timing of messages can deadlock it")
 
 

@@ -30,11 +30,11 @@ TIMEOUT_SECONDS = 30.0
 
 
 class ProcessRanks:
-    """What LocalWorld is to threads, for the ranks that are processes: run(program), size, rendezvous."""
+    """What LocalWorld is to threads, for the ranks that are processes: run(program), size, synchronous_sends."""
 
-    def __init__(self, comm: Communicator, *, rendezvous: bool = False) -> None:
+    def __init__(self, comm: Communicator, *, synchronous_sends: bool = False) -> None:
         self.size = comm.size
-        self.rendezvous = rendezvous
+        self.synchronous_sends = synchronous_sends
         self._comm = comm
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
@@ -74,10 +74,15 @@ def _thread_worlds(metafunc: pytest.Metafunc) -> dict[str, ProcessRanks | LocalW
     both = metafunc.definition.get_closest_marker("point_to_point") is not None
     sizes = marker.args if marker else (2, 3, 4)
     worlds: dict[str, ProcessRanks | LocalWorld] = {} if marker else {"solo": ProcessRanks(SoloCommunicator())}
-    for kind, rendezvous, wanted in [("local", False, not synchronous), ("rendezvous", True, synchronous or both)]:
+    for kind, synchronous_sends, wanted in [
+        ("local", False, not synchronous),
+        ("synchronous_sends", True, synchronous or both),
+    ]:
         if wanted:
             for size in sizes:
-                worlds[f"{kind}-{size}"] = LocalWorld(size, rendezvous=rendezvous, timeout_seconds=TIMEOUT_SECONDS)
+                worlds[f"{kind}-{size}"] = LocalWorld(
+                    size, synchronous_sends=synchronous_sends, timeout_seconds=TIMEOUT_SECONDS
+                )
     return worlds
 
 
@@ -100,7 +105,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks | LocalWorld]
     marker = request.node.get_closest_marker("ranks")
     if marker and comm.size not in marker.args:
         pytest.skip(f"needs {' or '.join(map(str, marker.args))} ranks, mpirun started {comm.size}")
-    yield ProcessRanks(comm, rendezvous=request.config.getoption("--synchronous-sends"))
+    yield ProcessRanks(comm, synchronous_sends=request.config.getoption("--synchronous-sends"))
     comm.barrier()
 
 

@@ -35,7 +35,7 @@ from safetensors.numpy import save_file
 from distributed.checkpoint.plan import Stored
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array
-from minigrad.files import flush, whole
+from minigrad.files import atomic_write, flush
 
 FORMAT = "minigrad checkpoint"
 MANIFEST = "manifest.json"
@@ -131,7 +131,7 @@ class Saving:
         self._unfinished.mkdir(parents=True, exist_ok=True)
         checksums = {name: _checksum(array) for name, array in self._arrays.items()}
         metadata = {"save": self._manifest.save, "crc32": json.dumps(checksums)}
-        with whole(_part(self._unfinished, self._rank)) as path:
+        with atomic_write(_part(self._unfinished, self._rank)) as path:
             save_file(dict(self._arrays), path, metadata)
 
     def _see_all_parts(self) -> bool:
@@ -153,7 +153,7 @@ def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
     """
     content = asdict(manifest)
     head = {"format": FORMAT, "version": VERSION, "crc32": _checksum_of_json(content)}
-    with whole(unfinished / MANIFEST) as path:
+    with atomic_write(unfinished / MANIFEST) as path:
         path.write_text(json.dumps(head | content, indent=1))
     folder = unfinished.parent
     checkpoint = folder / f"{_PREFIX}{manifest.step:08d}"
@@ -173,7 +173,7 @@ def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
 def _rename_to_latest(path: Path, checkpoint: Path) -> None:
     os.rename(path, checkpoint)
     flush(checkpoint.parent)
-    with whole(checkpoint.parent / "latest") as pointer:
+    with atomic_write(checkpoint.parent / "latest") as pointer:
         pointer.write_text(checkpoint.name + "\n")
 
 

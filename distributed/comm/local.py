@@ -2,8 +2,8 @@
 
 `LocalWorld(4).run(program)` calls `program(comm)` on four threads. It is stricter than MPI where that finds mistakes:
 collectives that do not match are named, a wait that lasts too long says what every rank waits for, results land in an
-array only at wait() or test(), and with `rendezvous=True` no send completes before its receive is posted. It is no
-way to go faster: one lock guards everything.
+array only at wait() or test(), and with `synchronous_sends=True` no send completes before its receive is posted. It is
+no way to go faster: one lock guards everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LocalWorld:
 
     Args:
         size: number of ranks.
-        rendezvous: a send completes only once its receive is posted, like MPI's Ssend; otherwise it completes at once.
+        synchronous_sends: a send completes only once its receive is posted, like MPI's Ssend; else at once.
         timeout_seconds: longest single wait before TimeoutError tells what each rank waits for.
         max_message_elements: see `Communicator`.
     Raises:
@@ -43,14 +43,14 @@ class LocalWorld:
         self,
         size: int,
         *,
-        rendezvous: bool = False,
+        synchronous_sends: bool = False,
         timeout_seconds: float = 60.0,
         max_message_elements: int = MAX_MESSAGE_ELEMENTS,
     ) -> None:
         if size < 1:
             raise ValueError(f"a LocalWorld needs at least 1 rank, got {size}")
         self.size = size
-        self.rendezvous = rendezvous
+        self.synchronous_sends = synchronous_sends
         self.timeout_seconds = timeout_seconds
         self.max_message_elements = max_message_elements
 
@@ -62,7 +62,7 @@ class LocalWorld:
         Raises:
             Whatever any rank raised first, with a note of the rank; ranks that wait for others end silently.
         """
-        job = _Job(self.size, self.rendezvous, self.timeout_seconds)
+        job = _Job(self.size, self.synchronous_sends, self.timeout_seconds)
         space = _Space(job, range(self.size))
         results: list[Any] = [None] * self.size
 
@@ -96,9 +96,9 @@ class _Ended(BaseException):
 class _Job:
     """One run of a world: its lock, its first failure, and who waits for what."""
 
-    def __init__(self, size: int, rendezvous: bool, timeout_seconds: float) -> None:
+    def __init__(self, size: int, synchronous_sends: bool, timeout_seconds: float) -> None:
         self.size = size
-        self.rendezvous = rendezvous
+        self.synchronous_sends = synchronous_sends
         self.timeout_seconds = timeout_seconds
         self.wait_clocks = [WaitClock() for _ in range(size)]  # by world rank
         self.changed = threading.Condition()  # guards this job and all its spaces
@@ -324,10 +324,10 @@ class LocalCommunicator(Communicator):
         collective.check()
 
     def _isend(self, array: Array, dest: int, tag: int) -> Work:
-        rendezvous = self._job.rendezvous
-        data = as_bytes(array) if rendezvous else as_bytes(array).copy()
+        synchronous_sends = self._job.synchronous_sends
+        data = as_bytes(array) if synchronous_sends else as_bytes(array).copy()
         message = self._message((self.rank, dest, tag, next(self._num_sent[dest, tag])), data=data)
-        return self._work(f"send to {dest} tag {tag}", lambda: message.met or not rendezvous, lambda: array)
+        return self._work(f"send to {dest} tag {tag}", lambda: message.met or not synchronous_sends, lambda: array)
 
     def _irecv(self, array: Array, source: int, tag: int) -> Work:
         message = self._message((source, self.rank, tag, next(self._num_posted[source, tag])), posted=True)
@@ -346,7 +346,7 @@ class LocalCommunicator(Communicator):
             message.data = message.data if data is None else data
             message.posted = message.posted or posted
             if message.data is not None and message.posted:
-                if self._job.rendezvous:  # until now a view of the sender's live array
+                if self._job.synchronous_sends:  # until now a view of the sender's live array
                     message.data = message.data.copy()
                 message.met = True
                 del self._space.messages[key]

@@ -18,7 +18,7 @@ from minigrad.backend import gpu_name
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """What one rank runs on.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     device: str
 
 
-def this_place(device: str) -> Place:
+def this_place(device: str) -> RankPlace:
     """Look at what this process runs on.
 
     Args:
@@ -42,7 +42,7 @@ def this_place(device: str) -> Place:
     """
     cores = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
     num_threads = blas_threads(len(cores) or os.cpu_count() or 1)
-    return Place(platform.node(), cores, num_threads, gpu_name() if device == "cuda" else device)
+    return RankPlace(platform.node(), cores, num_threads, gpu_name() if device == "cuda" else device)
 
 
 def blas_threads(num_cores: int, environ: Mapping[str, str] = os.environ) -> int:
@@ -55,7 +55,7 @@ def blas_threads(num_cores: int, environ: Mapping[str, str] = os.environ) -> int
     return min([num_cores, *limits[:1]])
 
 
-def describe_places(places: Sequence[Place], library: str) -> str:
+def describe_places(places: Sequence[RankPlace], library: str) -> str:
     """Describe the places of all ranks, and warn where ranks are in each other's way.
 
         1 rank, no MPI, 2 threads and 2 cores, cpu
@@ -78,7 +78,7 @@ def describe_places(places: Sequence[Place], library: str) -> str:
     )
 
 
-def _describe_crowding(places: Sequence[Place]) -> str:
+def _describe_crowding(places: Sequence[RankPlace]) -> str:
     """Say where the most threads run on a core, if that is more than one; nothing otherwise."""
     spots = {
         (host, cores): [place for place in places if place.host == host and place.cores <= cores]

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from minigrad.files import whole
+from minigrad.files import atomic_write
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -70,7 +70,7 @@ def write_tokens(path: str | Path, tokens: Tokens | Iterable[Tokens], *, vocab_s
     parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
     dtype = np.min_scalar_type(vocab_size - 1)
     num_tokens = 0
-    with whole(path) as unfinished, unfinished.open("wb") as file:
+    with atomic_write(path) as unfinished, unfinished.open("wb") as file:
         _write_header(file, dtype, num_tokens)
         for i, part in enumerate(parts):
             name = f"part {i} of the tokens"

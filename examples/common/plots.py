@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minigrad.files import whole
+from minigrad.files import atomic_write
 
 Numbers = NDArray[np.float64]
 Metrics = Sequence[dict[str, Any]]
@@ -183,6 +183,6 @@ def _draw(plot: Plot, folder: Path) -> Path:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
     path = folder / f"{plot.name}.png"
-    with whole(path) as unfinished:
+    with atomic_write(path) as unfinished:
         FigureCanvasAgg(figure).print_png(unfinished, metadata={"Software": None})
     return path

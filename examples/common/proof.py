@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.settings import PipelineSettings
-from pipeline import Schedule, Timeline, lower, prove, simulate, validate
+from pipeline import Schedule, Timeline, check_deadlock_free, lower, simulate, validate
 
 
 def proved(schedule: Schedule, settings: PipelineSettings, num_ranks: int, *, latency: float = 0.0) -> Timeline:
@@ -21,7 +21,7 @@ def proved(schedule: Schedule, settings: PipelineSettings, num_ranks: int, *, la
     orders = schedule.orders(num_ranks, settings.microbatches)
     num_stages = schedule.num_stages(num_ranks)
     validate(orders, num_stages=num_stages, num_microbatches=settings.microbatches, rank_of=schedule.rank_of)
-    prove(
+    check_deadlock_free(
         lower(orders, rank_of=schedule.rank_of, num_stages=num_stages), rank_of=schedule.rank_of, num_stages=num_stages
     )
     return simulate(orders, num_stages=num_stages, latency=latency)

@@ -3,7 +3,7 @@
 runs/train_gpt-20261128-041500/
     settings.json       what was chosen, and what --resume starts from
     metrics.jsonl       one line a step
-    checkpoints/        see distributed/checkpoint_files.py
+    checkpoints/        see distributed/checkpoint/files.py
     pid                 rank 0's process: `kill -TERM $(cat .../pid)` saves and ends the run
     summary.json        at the end, with loss.png, throughput.png, exposed_communication.png and timeline.*
 """
@@ -33,7 +33,7 @@ from common.settings import RunSettings
 from distributed import Communicator, ReduceOp, describe
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError, HasTensors
 from distributed.stop import StopRequest
-from minigrad.files import whole
+from minigrad.files import atomic_write
 from minigrad.optim import Optimizer
 from pipeline import PipelineExecutor, perfetto, picture, svg
 from pipeline.schedules.measured import predict, timeline
@@ -194,7 +194,7 @@ class Run:
         if self._comm.size > 1:
             summary["exposed_comm_share"] = waited / seconds
             words += f", {waited / seconds:.0%} of it in waits for other ranks"
-        with whole(self.folder / SUMMARY) as path:
+        with atomic_write(self.folder / SUMMARY) as path:
             path.write_text(json.dumps(summary | figures, indent=2) + "\n")
         self._leave()
         self.say(f"{words}\nplots, metrics and checkpoints are in {self.folder}")
@@ -263,9 +263,9 @@ class Run:
         before = (self.folder if resume in (None, "auto") else Path(resume).parent.parent) / METRICS
         try:
             kept = [line for line in read_metrics(before) if line["step"] < first] if first and before.exists() else []
-            with whole(self.folder / METRICS) as unfinished:
+            with atomic_write(self.folder / METRICS) as unfinished:
                 unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            with whole(self.folder / SETTINGS_FILE) as unfinished:
+            with atomic_write(self.folder / SETTINGS_FILE) as unfinished:
                 settings = to_save(self.settings) | {"start": self._start_line}
                 unfinished.write_text(json.dumps(settings, indent=2) + "\n")
             if first < self.settings.steps:

@@ -186,18 +186,18 @@ plt.show()
 # ## Can it hang?
 #
 # Ranks that wait for each other's messages can wait for ever, and a program that hangs once in a thousand runs is
-# worse than one that never works. Whether it hangs must not depend on luck. `prove` runs the programs of all ranks
-# under the strictest rule that MPI allows (a send is complete only once its receive is posted). Every receive names
+# worse than one that never works. Whether it hangs must not depend on luck. `check_deadlock_free` runs the programs of
+# all ranks under the strictest rule that MPI allows (a send is complete only once its receive is posted). Every receive names
 # its message, so no timing changes what meets what: this one run speaks for all of them.
 
 # %%
-from pipeline import ScheduleError, prove, validate
+from pipeline import ScheduleError, check_deadlock_free, validate
 
 for schedule in SCHEDULES.values():
     for p in range(1, 7):
         for m in range(p, 13, p):
             where = {"rank_of": schedule.rank_of, "num_stages": schedule.num_stages(p)}
-            prove(lower(schedule.orders(p, m), **where), **where)  # raises if they can hang
+            check_deadlock_free(lower(schedule.orders(p, m), **where), **where)  # raises if they can hang
 print(f"proved for {', '.join(SCHEDULES)} on 1 to 6 ranks")
 
 # %% [markdown]
@@ -208,7 +208,7 @@ print(f"proved for {', '.join(SCHEDULES)} on 1 to 6 ranks")
 where = {"rank_of": SCHEDULES["1f1b"].rank_of, "num_stages": 2}
 programs = lower(SCHEDULES["1f1b"].orders(2, 3), lookahead=0, **where)
 try:
-    prove(programs, blocking_sends=True, **where)
+    check_deadlock_free(programs, synchronous_sends=True, **where)
 except ScheduleError as error:
     refused = error
     print(refused)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from minigrad.backend import Array, to_host, xp_of
-from minigrad.files import whole
+from minigrad.files import atomic_write
 from minigrad.models.gpt import GPTConfig
 from minigrad.tensor import Parameter
 
@@ -168,7 +168,7 @@ def save(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None
         "torch_dtype": values[PREFIX + TOKEN].dtype.name,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with whole(folder / CONFIG) as new_config, whole(folder / WEIGHTS) as new_weights:
+    with atomic_write(folder / CONFIG) as new_config, atomic_write(folder / WEIGHTS) as new_weights:
         save_file(values, new_weights, metadata={"format": "pt"})
         new_config.write_text(json.dumps(settings, indent=2) + "\n")
 

@@ -16,16 +16,16 @@ SPEC_COLUMNS = 2 + _MAX_AXES
 BUNDLE_COLUMNS = 2 + _MAX_ARRAYS * (1 + SPEC_COLUMNS)
 
 
-class Spec(NamedTuple):
+class ArraySpec(NamedTuple):
     """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     @staticmethod
-    def of(array: Array) -> Spec:
+    def of(array: Array) -> ArraySpec:
         """Return the spec of an array."""
-        return Spec(array.shape, array.dtype)
+        return ArraySpec(array.shape, array.dtype)
 
     @property
     def is_float(self) -> bool:
@@ -56,11 +56,11 @@ class Spec(NamedTuple):
         return row
 
     @staticmethod
-    def decode(row: Sequence[int] | Array) -> Spec:
+    def decode(row: Sequence[int] | Array) -> ArraySpec:
         """Read a spec back from `encode`."""
         code, axes = int(row[0]), int(row[1])
         dtype = np.dtype(code.to_bytes(8, "big").lstrip(b"\0").decode())
-        return Spec(tuple(int(n) for n in row[2 : 2 + axes]), dtype)
+        return ArraySpec(tuple(int(n) for n in row[2 : 2 + axes]), dtype)
 
 
 class Bundle(NamedTuple):
@@ -79,13 +79,13 @@ class Bundle(NamedTuple):
     @property
     def spec(self) -> BundleSpec:
         """Describe it."""
-        return BundleSpec(tuple(Spec.of(array) for array in self.arrays), self.returns, self.is_tuple)
+        return BundleSpec(tuple(ArraySpec.of(array) for array in self.arrays), self.returns, self.is_tuple)
 
 
 class BundleSpec(NamedTuple):
     """Shapes, dtypes and kinds of a `Bundle`."""
 
-    specs: tuple[Spec, ...]
+    specs: tuple[ArraySpec, ...]
     returns: tuple[bool, ...]
     is_tuple: bool
 
@@ -102,7 +102,7 @@ class BundleSpec(NamedTuple):
         """Return (BUNDLE_COLUMNS,) int64.
 
         Raises:
-            ValueError: there are too many arrays, or one of them cannot be described; see `Spec.encode`.
+            ValueError: there are too many arrays, or one of them cannot be described; see `ArraySpec.encode`.
         """
         if len(self.specs) > _MAX_ARRAYS:
             raise ValueError(f"a stage may give at most {_MAX_ARRAYS} arrays to the next, got {len(self.specs)}")
@@ -117,5 +117,5 @@ class BundleSpec(NamedTuple):
     def decode(row: Array) -> BundleSpec:
         """Read a description back from `encode`."""
         table = row[2:].reshape(_MAX_ARRAYS, 1 + SPEC_COLUMNS)[: row[0]]
-        specs = tuple(Spec.decode(entry[1:]) for entry in table)
+        specs = tuple(ArraySpec.decode(entry[1:]) for entry in table)
         return BundleSpec(specs, tuple(bool(entry[0]) for entry in table), bool(row[1]))

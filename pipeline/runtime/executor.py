@@ -24,14 +24,14 @@ from minigrad.tape import no_grad
 from minigrad.tensor import Tensor
 from minigrad.watch import progressing
 from pipeline.runtime import microbatch
-from pipeline.runtime.boundary import Bundle, Spec
-from pipeline.runtime.handshake import Batch, agree, agree_on_orders, open_step
+from pipeline.runtime.boundary import ArraySpec, Bundle
+from pipeline.runtime.handshake import Batch, agree, agree_on_orders, shake_hands
 from pipeline.runtime.p2p import PointToPoint
 from pipeline.runtime.stage import LocalStages
-from pipeline.runtime.step import Pass, PipelineOutput
-from pipeline.runtime.step_hooks import Readiness, side_by_side
+from pipeline.runtime.step import PipelineOutput, StepState
+from pipeline.runtime.step_hooks import StepHooks, side_by_side
 from pipeline.schedules.action import Action, Kind
-from pipeline.schedules.deadlock import prove
+from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.lower import lower
 from pipeline.schedules.schedule import Schedule
 
@@ -92,13 +92,13 @@ class PipelineExecutor:
         def program(kinds: Sequence[Kind]) -> list[list[Action]]:
             kept = [[action for action in order if action.kind in kinds] for order in orders]
             programs = lower(kept, rank_of=schedule.rank_of, num_stages=num_stages)
-            prove(programs, rank_of=schedule.rank_of, num_stages=num_stages)
+            check_deadlock_free(programs, rank_of=schedule.rank_of, num_stages=num_stages)
             return side_by_side(programs[comm.rank])
 
         self._training = program(list(Kind))
         self._forwards = program([Kind.F])
         self._backwards = program([Kind.B, Kind.W, Kind.BW])
-        self._waiting: Pass | None = None  # a forward whose backward is still to come
+        self._waiting: StepState | None = None  # a forward whose backward is still to come
 
     def step(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> float:
         """Run forward and backward of a batch; gradients add to those of the parameters.
@@ -168,13 +168,13 @@ class PipelineExecutor:
         keep_outputs: bool = False,
         input_grads: bool = False,
         trains: bool = True,
-    ) -> Pass:
+    ) -> StepState:
         if self._waiting is not None and trains:
             raise RuntimeError(
                 "a forward still waits for pipe.backward(): a new pass would use its micro-batches twice"
             )
         self.recorder.enter("step", "open")
-        opening = open_step(
+        opening = shake_hands(
             self.comm,
             x,
             y,
@@ -188,20 +188,20 @@ class PipelineExecutor:
         )
         self._p2p.begin(opening.specs)
         weights = microbatch.weights(opening.sizes)
-        readiness = Readiness(len(self._stage) * self.num_microbatches, self.stages.tied)
-        return Pass(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
+        readiness = StepHooks(len(self._stage) * self.num_microbatches, self.stages.tied)
+        return StepState(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
 
-    def _infer(self, state: Pass) -> PipelineOutput:
+    def _infer(self, state: StepState) -> PipelineOutput:
         with no_grad():
             self._execute(self._forwards, state)
         return self._result(state)
 
-    def _train(self, state: Pass, hooks: Hooks | None) -> PipelineOutput:
+    def _train(self, state: StepState, hooks: Hooks | None) -> PipelineOutput:
         self._start(state, hooks)
         self._execute(self._training, state)
         return self._finish(state)
 
-    def _start(self, state: Pass, hooks: Hooks | None) -> None:
+    def _start(self, state: StepState, hooks: Hooks | None) -> None:
         state.readiness.use((hooks or Hooks()) + self._between_ops())
         state.tied_before = self.stages.set_tied_aside()
 
@@ -209,13 +209,13 @@ class PipelineExecutor:
         """Return what lets messages move while this rank computes, and notes when they are there."""
         return Hooks(between_ops=self.comm.progress) + self.recorder.hooks()
 
-    def _finish(self, state: Pass) -> PipelineOutput:
+    def _finish(self, state: StepState) -> PipelineOutput:
         self.recorder.enter("step", "sum tied")
         self.stages.sum_tied(state.tied_before)
         state.readiness.finish()
         return self._result(state)
 
-    def _result(self, state: Pass) -> PipelineOutput:
+    def _result(self, state: StepState) -> PipelineOutput:
         """Tell every rank the losses, and give what this rank holds."""
         self.recorder.enter("step", "losses")
         losses = np.array([state.losses.get(i, 0.0) for i in range(self.num_microbatches if state.has_loss else 0)])
@@ -225,13 +225,13 @@ class PipelineExecutor:
         outputs, input_grads = ([d[i] for i in sorted(d)] for d in (state.outputs, state.grads_of_input))
         return PipelineOutput(losses.tolist(), state.weights, outputs, input_grads)
 
-    def _take_cotangents(self, state: Pass, cotangents: Batch | None) -> Array:
+    def _take_cotangents(self, state: StepState, cotangents: Batch | None) -> Array:
         if self._last_stage in self._stage:
             if cotangents is None:
                 raise ValueError("the last stage needs the cotangents of its outputs, got None")
             parts = microbatch.as_microbatches(cotangents, self.num_microbatches, "cotangents")
             for i, part in enumerate(parts):
-                wanted, given = state.output_specs[i], Spec.of(part)
+                wanted, given = state.output_specs[i], ArraySpec.of(part)
                 if given != wanted:
                     raise ValueError(f"cotangents: micro-batch {i} must be as its output, {wanted}, got {given}")
             state.cotangents = parts
@@ -239,7 +239,7 @@ class PipelineExecutor:
 
     # -- the program ----------------------------------------------------------------------------
 
-    def _execute(self, program: Sequence[Sequence[Action]], state: Pass) -> None:
+    def _execute(self, program: Sequence[Sequence[Action]], state: StepState) -> None:
         for group in program:
             action = group[0]
             match action.kind:
@@ -261,7 +261,7 @@ class PipelineExecutor:
         self.recorder.enter("step", "drain")
         self._p2p.finish()
 
-    def _run_forward(self, action: Action, state: Pass) -> None:
+    def _run_forward(self, action: Action, state: StepState) -> None:
         stage_id, i = action.stage, action.microbatch
         is_last = stage_id == self._last_stage
         if stage_id == 0:
@@ -278,7 +278,7 @@ class PipelineExecutor:
         if not is_last:
             state.made[Action(Kind.SEND_F, stage_id, i)] = output
 
-    def _loss(self, i: int, state: Pass) -> Callable[[Any], Tensor]:
+    def _loss(self, i: int, state: StepState) -> Callable[[Any], Tensor]:
         """Return what the last stage does with its output: note it, and go on to the loss where there is one."""
 
         def finish(output: Any) -> Any:
@@ -286,7 +286,7 @@ class PipelineExecutor:
                 if not hasattr(output, "dtype"):
                     raise TypeError(f"outputs are kept of one tensor only, got {type(output).__name__}")
                 state.outputs[i] = output.data if isinstance(output, Tensor) else output
-                state.output_specs[i] = Spec.of(state.outputs[i])
+                state.output_specs[i] = ArraySpec.of(state.outputs[i])
             if not state.has_loss:
                 return output
             assert self.loss_fn is not None
@@ -297,7 +297,7 @@ class PipelineExecutor:
 
         return finish
 
-    def _run_backward(self, action: Action, state: Pass) -> None:
+    def _run_backward(self, action: Action, state: StepState) -> None:
         stage_id, i = action.stage, action.microbatch
         stage = self._stage[stage_id]
         if stage_id == self._last_stage:
@@ -315,7 +315,7 @@ class PipelineExecutor:
         elif input_grads:
             (state.grads_of_input[i],) = input_grads
 
-    def _arrived(self, made: Action, receive: Action, state: Pass) -> Bundle:
+    def _arrived(self, made: Action, receive: Action, state: StepState) -> Bundle:
         """Return what the neighbouring stage made: handed over on this rank, or received."""
         if made.stage in self._stage:
             return state.made.pop(made)

@@ -16,7 +16,7 @@ from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array
 from pipeline.runtime import microbatch
-from pipeline.runtime.boundary import SPEC_COLUMNS, Spec
+from pipeline.runtime.boundary import SPEC_COLUMNS, ArraySpec
 from pipeline.schedules.action import Action
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.validate import validate
@@ -25,7 +25,7 @@ Batch = Array | Sequence[Array]
 
 
 @dataclass(frozen=True)
-class Opening:
+class StepInputs:
     """What all ranks agree on.
 
     Attributes:
@@ -36,7 +36,7 @@ class Opening:
 
     inputs: list[Array] | None
     targets: list[Array] | None
-    specs: list[Spec]
+    specs: list[ArraySpec]
 
     @property
     def sizes(self) -> list[int]:
@@ -44,7 +44,7 @@ class Opening:
         return [spec.shape[0] for spec in self.specs]
 
 
-def open_step(
+def shake_hands(
     comm: Communicator,
     x: Batch | None,
     y: Batch | None,
@@ -56,7 +56,7 @@ def open_step(
     first_rank: int,
     tied: Mapping[str, bool | None],
     input_grads: bool = False,
-) -> Opening:
+) -> StepInputs:
     """Check what every rank was given. Collective.
 
     Args:
@@ -84,9 +84,9 @@ def open_step(
         if x is not None:
             inputs = microbatch.as_microbatches(x, num_microbatches, "x")
             microbatch.check_used_once(inputs)
-            table[:] = [Spec.of(part).encode() for part in inputs]
+            table[:] = [ArraySpec.of(part).encode() for part in inputs]
             for part in inputs:
-                if input_grads and not Spec.of(part).is_float:
+                if input_grads and not ArraySpec.of(part).is_float:
                     raise ValueError(f"input_grads needs a floating point x, got {part.dtype}")
         if y is not None:
             targets = microbatch.as_microbatches(y, num_microbatches, "y")
@@ -97,12 +97,12 @@ def open_step(
     _compare(rows[:, :_NUM_COLUMNS], first_rank)
     _compare_tied(tied, rows[:, _NUM_COLUMNS:])
     if rows[first_rank, _IS_LIST]:
-        specs = [Spec.decode(row) for row in comm.broadcast(table, root=first_rank).wait()]
+        specs = [ArraySpec.decode(row) for row in comm.broadcast(table, root=first_rank).wait()]
     else:
-        first = Spec.decode(rows[first_rank, _SPEC:_NUM_COLUMNS])
+        first = ArraySpec.decode(rows[first_rank, _SPEC:_NUM_COLUMNS])
         sizes = microbatch.sizes(int(rows[first_rank, _NUM_SAMPLES]), num_microbatches)
-        specs = [Spec((size, *first.shape[1:]), first.dtype) for size in sizes]
-    return Opening(inputs, targets, specs)
+        specs = [ArraySpec((size, *first.shape[1:]), first.dtype) for size in sizes]
+    return StepInputs(inputs, targets, specs)
 
 
 def agree_on_orders(
@@ -174,7 +174,7 @@ def _row(inputs: list[Array] | None, targets: list[Array] | None, *, is_list: bo
         row[[_HAS_X, _IS_LIST]] = 1, is_list
         row[_NUM_SAMPLES] = sum(len(part) for part in inputs)
         row[_X_SIZES] = hash(tuple(len(part) for part in inputs))
-        row[_SPEC:] = Spec.of(inputs[0]).encode()
+        row[_SPEC:] = ArraySpec.of(inputs[0]).encode()
     if targets is not None:
         row[_HAS_Y] = 1
         row[_NUM_TARGETS] = sum(len(part) for part in targets)
@@ -192,8 +192,8 @@ def _compare(rows: Array, first_rank: int) -> None:
         ):
             raise ValueError(
                 "all ranks of a pipeline that are given x need the same batch, cut alike, but the first micro-batch is "
-                f"{Spec.decode(first[_SPEC:])} of {first[_NUM_SAMPLES]} samples on rank {first_rank} and "
-                f"{Spec.decode(row[_SPEC:])} of {row[_NUM_SAMPLES]} samples on rank {rank}"
+                f"{ArraySpec.decode(first[_SPEC:])} of {first[_NUM_SAMPLES]} samples on rank {first_rank} and "
+                f"{ArraySpec.decode(row[_SPEC:])} of {row[_NUM_SAMPLES]} samples on rank {rank}"
             )
         if row[_HAS_Y] and row[_Y_SIZES] != first[_X_SIZES]:
             raise ValueError(

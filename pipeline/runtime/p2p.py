@@ -23,7 +23,7 @@ import numpy as np
 
 from distributed.comm.communicator import Communicator, Work
 from distributed.trace.recorder import Recorder
-from pipeline.runtime.boundary import BUNDLE_COLUMNS, Bundle, BundleSpec, Spec
+from pipeline.runtime.boundary import BUNDLE_COLUMNS, ArraySpec, Bundle, BundleSpec
 from pipeline.schedules.action import Action, Kind
 
 
@@ -61,15 +61,15 @@ class PointToPoint:
         self._xp = xp
         self._recorder = recorder or Recorder()
         # (receiving stage, shape and dtype of the micro-batch's x) -> what the stage receives
-        self._known: dict[tuple[int, Spec], BundleSpec] = {}
-        self._learned: dict[tuple[int, Spec], BundleSpec] = {}
-        self._inputs: Sequence[Spec] = ()  # of the micro-batches of this step
+        self._known: dict[tuple[int, ArraySpec], BundleSpec] = {}
+        self._learned: dict[tuple[int, ArraySpec], BundleSpec] = {}
+        self._inputs: Sequence[ArraySpec] = ()  # of the micro-batches of this step
         self._outputs: dict[tuple[int, int], BundleSpec] = {}  # (stage, micro-batch) -> what it sent forward
         self._headers: dict[Action, Work] = {}
         self._posted: dict[Action, tuple[BundleSpec, list[Work]]] = {}
         self._sends: dict[Action, list[Work]] = {}
 
-    def begin(self, inputs: Sequence[Spec]) -> None:
+    def begin(self, inputs: Sequence[ArraySpec]) -> None:
         """Begin a step on micro-batches of these shapes and dtypes."""
         self._inputs = inputs
         self._outputs.clear()

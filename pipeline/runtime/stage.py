@@ -21,7 +21,7 @@ from minigrad.backprop import (
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, ParamGetter, Sequential
 from minigrad.tensor import Parameter, Tensor
-from pipeline.runtime.boundary import Bundle, Spec
+from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.schedules.schedule import Schedule
 
@@ -241,7 +241,7 @@ class LocalStages:
     def __init__(self, stages: Sequence[PipelineStage], comm: Communicator) -> None:
         self._stages = tuple(stages)
         own = {p.name: p for p in self._distinct() if p.name}
-        specs_of = comm.gather_objects({name: Spec.of(p.data) for name, p in own.items()})
+        specs_of = comm.gather_objects({name: ArraySpec.of(p.data) for name, p in own.items()})
         holders: dict[str, list[int]] = {}
         for rank, specs in enumerate(specs_of):
             for name, spec in specs.items():

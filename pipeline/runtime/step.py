@@ -8,9 +8,9 @@ from typing import Any
 
 from minigrad.backend import Array
 from minigrad.tensor import Parameter
-from pipeline.runtime.boundary import Bundle, Spec
-from pipeline.runtime.handshake import Opening
-from pipeline.runtime.step_hooks import Readiness
+from pipeline.runtime.boundary import ArraySpec, Bundle
+from pipeline.runtime.handshake import StepInputs
+from pipeline.runtime.step_hooks import StepHooks
 from pipeline.schedules.action import Action
 
 
@@ -43,7 +43,7 @@ class PipelineOutput:
 
 
 @dataclass
-class Pass:
+class StepState:
     """The state of one pass over a batch, from its opening to its close.
 
     Attributes:
@@ -52,10 +52,10 @@ class Pass:
         tied_before: the gradients of tied parameters from before this pass, which must not be summed again.
     """
 
-    opening: Opening
+    opening: StepInputs
     weights: list[float]
     cotangents: Sequence[Any]
-    readiness: Readiness
+    readiness: StepHooks
     has_loss: bool
     keep_outputs: bool
     input_grads: bool
@@ -63,6 +63,6 @@ class Pass:
     made: dict[Action, Bundle] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Array] = field(default_factory=dict)
-    output_specs: dict[int, Spec] = field(default_factory=dict)
+    output_specs: dict[int, ArraySpec] = field(default_factory=dict)
     grads_of_input: dict[int, Array] = field(default_factory=dict)
     tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)

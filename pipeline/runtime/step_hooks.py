@@ -30,7 +30,7 @@ def side_by_side(program: Sequence[Action]) -> list[list[Action]]:
     return groups
 
 
-class Readiness:
+class StepHooks:
     """Turns the hooks of single backwards into the hooks of one step.
 
     Args:

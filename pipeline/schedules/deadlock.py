@@ -41,19 +41,19 @@ class _Wait(NamedTuple):
     lacking: Callable[[], list[int]]
 
 
-def prove(
+def check_deadlock_free(
     programs: Sequence[Sequence[Step]],
     *,
     rank_of: Placement,
     num_stages: int,
     num_replicas: int = 1,
     closing: Sequence[Collective] = (),
-    blocking_sends: bool = False,
+    synchronous_sends: bool = False,
 ) -> None:
     """Refuse programs that do not all come to their end, run as the executor runs them.
 
         RECV          posts a receive and goes on
-        SEND          starts a send and goes on; with blocking_sends, waits until its receive is posted
+        SEND          starts a send and goes on; with synchronous_sends, waits until its receive is posted
         F, B, BW      wait for what comes from another rank; a backward then for the end of its forward's send
         collective    waits for all its ranks
         the end       waits for all sends; after it come the closing collectives
@@ -72,7 +72,7 @@ def prove(
     num_ranks = len(programs) // num_replicas
     steps = [[*program, *(c for c in closing if rank in c.ranks)] for rank, program in enumerate(programs)]
     world = _World(rank_of, num_stages, num_ranks)
-    runs = [world.run(rank, steps[rank], len(programs[rank]), blocking_sends) for rank in range(len(programs))]
+    runs = [world.run(rank, steps[rank], len(programs[rank]), synchronous_sends) for rank in range(len(programs))]
     waits = {rank: next(run, None) for rank, run in enumerate(runs)}
     moved = True
     while moved:
@@ -100,7 +100,7 @@ class _World:
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
 
-    def run(self, rank: int, steps: Sequence[Step], end: int, blocking_sends: bool) -> Iterator[_Wait]:
+    def run(self, rank: int, steps: Sequence[Step], end: int, synchronous_sends: bool) -> Iterator[_Wait]:
         """Do the steps of one rank, and yield wherever it may have to wait. Step `end` is the first closing one."""
         done: set[Action] = set()
         sent: dict[Action, None] = {}  # in order
@@ -117,7 +117,7 @@ class _World:
                         self._refuse(rank, steps, index, f"sends {step} before {maker} has made it")
                     sent[step] = None
                     self.started[self._message(rank, step)] += 1
-                    if blocking_sends:
+                    if synchronous_sends:
                         yield self._sent(rank, index, step)
                 case Kind.F:
                     yield from self._arrival(rank, index, Action(Kind.SEND_F, step.stage - 1, step.microbatch))

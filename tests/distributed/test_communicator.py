@@ -410,7 +410,7 @@ def test_rendezvous_sends_wait_for_their_receive(ranks):
         other = comm.duplicate()
         sends = [each.isend(np.array([comm.rank]), dest=after, tag=0) for each in (comm, other)]
         comm.barrier()
-        if ranks.rendezvous:
+        if ranks.synchronous_sends:
             assert not any(send.test() for send in sends)
         comm.barrier()
         for each, send in zip((comm, other), sends, strict=True):

@@ -162,7 +162,7 @@ def test_a_wait_too_long_tells_what_each_rank_waits_for():
             time.sleep(0.6)
 
     with pytest.raises(TimeoutError) as caught:
-        LocalWorld(5, rendezvous=True, timeout_seconds=0.3).run(program)
+        LocalWorld(5, synchronous_sends=True, timeout_seconds=0.3).run(program)
     assert str(caught.value) == (
         "no rank may wait longer than 0.3 s, but rank 0 waits for recv from 1 tag 7; "
         "rank 1 waits for allreduce of float64[3] by SUM #1; rank 2 waits for send to 1 tag 2 among ranks [2, 3]; "
@@ -200,13 +200,13 @@ def test_results_land_at_wait_and_not_before():
     LocalWorld(2).run(program)
 
 
-@pytest.mark.parametrize(("rendezvous", "received"), [(False, 1), (True, 2)])
-def test_a_send_reads_its_array_at_once_or_when_it_is_matched(rendezvous, received):
+@pytest.mark.parametrize(("synchronous_sends", "received"), [(False, 1), (True, 2)])
+def test_a_send_reads_its_array_at_once_or_when_it_is_matched(synchronous_sends, received):
     def program(comm):
         array = np.array([1])
         if comm.rank == 0:
             work = comm.isend(array, dest=1, tag=0)
-            assert work.test() is not rendezvous
+            assert work.test() is not synchronous_sends
             array[0] = 2
             comm.barrier()
             work.wait()
@@ -218,7 +218,7 @@ def test_a_send_reads_its_array_at_once_or_when_it_is_matched(rendezvous, receiv
             comm.barrier()
             assert work.wait() == received
 
-    LocalWorld(2, rendezvous=rendezvous).run(program)
+    LocalWorld(2, synchronous_sends=synchronous_sends).run(program)
 
 
 def test_sums_are_taken_in_rank_order():

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed.comm.topology import Place, blas_threads, describe_places, this_place
+from distributed.comm.topology import RankPlace, blas_threads, describe_places, this_place
 
 
 def place(*cores, host="a", threads=1, device="cpu"):
-    return Place(host, frozenset(cores), threads, device)
+    return RankPlace(host, frozenset(cores), threads, device)
 
 
 LINES = [
@@ -102,7 +102,7 @@ def test_this_process_has_the_cores_and_threads_that_it_may_use(monkeypatch):
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
-    assert this_place("cpu") == Place(os.uname().nodename, frozenset({3, 5}), 2, "cpu")
+    assert this_place("cpu") == RankPlace(os.uname().nodename, frozenset({3, 5}), 2, "cpu")
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     assert this_place("cpu").num_threads == 1
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minigrad.files import flush, whole
+from minigrad.files import atomic_write, flush
 
 
 def names(folder: Path) -> list[str]:
@@ -16,7 +16,7 @@ def names(folder: Path) -> list[str]:
 def test_what_was_written_becomes_the_file(tmp_path):
     target = tmp_path / "weights.bin"
     for content in (b"first", b"second, and longer"):
-        with whole(target) as unfinished:
+        with atomic_write(target) as unfinished:
             unfinished.write_bytes(content)
             assert unfinished.parent == tmp_path  # a rename from another file system would be a copy
         assert target.read_bytes() == content
@@ -25,7 +25,7 @@ def test_what_was_written_becomes_the_file(tmp_path):
 
 def test_others_may_read_it_whoever_wrote_it(tmp_path):
     (tmp_path / "plain").write_text("")
-    with whole(tmp_path / "target") as unfinished:
+    with atomic_write(tmp_path / "target") as unfinished:
         unfinished.write_bytes(b"weights")
         unfinished.chmod(0o600)
     assert (tmp_path / "target").stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -34,7 +34,7 @@ def test_others_may_read_it_whoever_wrote_it(tmp_path):
 def test_until_the_end_the_file_is_what_it_was(tmp_path):
     target = tmp_path / "weights.bin"
     target.write_bytes(b"old")
-    with whole(target) as unfinished:
+    with atomic_write(target) as unfinished:
         unfinished.write_bytes(b"new")
         assert target.read_bytes() == b"old"
 
@@ -45,7 +45,7 @@ def test_after_an_exception_the_file_is_what_it_was(tmp_path, error):
     target.write_bytes(b"old")
 
     def writes_half():
-        with whole(target) as unfinished:
+        with atomic_write(target) as unfinished:
             unfinished.write_bytes(b"half of the n")
             raise error
 
@@ -57,7 +57,7 @@ def test_after_an_exception_the_file_is_what_it_was(tmp_path, error):
 
 def test_what_a_kill_left_is_overwritten(tmp_path):
     (tmp_path / "weights.bin.unfinished").write_bytes(b"half, and longer than the new one")
-    with whole(tmp_path / "weights.bin") as unfinished:
+    with atomic_write(tmp_path / "weights.bin") as unfinished:
         unfinished.write_bytes(b"new")
     assert (tmp_path / "weights.bin").read_bytes() == b"new"
     assert names(tmp_path) == ["weights.bin"]
@@ -66,13 +66,13 @@ def test_what_a_kill_left_is_overwritten(tmp_path):
 def test_a_body_that_writes_nothing_is_an_error(tmp_path):
     target = tmp_path / "weights.bin"
     target.write_bytes(b"old")
-    with pytest.raises(FileNotFoundError, match=r"weights\.bin\.unfinished"), whole(target):
+    with pytest.raises(FileNotFoundError, match=r"weights\.bin\.unfinished"), atomic_write(target):
         pass
     assert target.read_bytes() == b"old"
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"), whole(tmp_path / "nowhere" / "weights.bin"):
+    with pytest.raises(FileNotFoundError, match="nowhere"), atomic_write(tmp_path / "nowhere" / "weights.bin"):
         pytest.fail("no work before the error")
 
 
@@ -91,7 +91,7 @@ def test_content_is_on_the_disk_before_its_name_and_then_the_name(tmp_path, monk
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
-    with whole(tmp_path / "weights.bin") as unfinished:
+    with atomic_write(tmp_path / "weights.bin") as unfinished:
         unfinished.write_bytes(b"new")
     assert events == ["file", "rename", "folder"]
 
@@ -106,16 +106,16 @@ def test_a_folder_may_be_renamed_as_soon_as_the_file_appears(tmp_path, monkeypat
 
     monkeypatch.setattr(os, "replace", replace_and_move_away)
     (tmp_path / "saving").mkdir()
-    with whole(tmp_path / "saving" / "rank-1.bin") as unfinished:
+    with atomic_write(tmp_path / "saving" / "rank-1.bin") as unfinished:
         unfinished.write_bytes(b"part")
     assert (tmp_path / "step-1" / "rank-1.bin").read_bytes() == b"part"
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists the open files of a process")
 def test_no_descriptor_stays_open(tmp_path):
-    with whole(tmp_path / "weights.bin") as unfinished:
+    with atomic_write(tmp_path / "weights.bin") as unfinished:
         unfinished.write_bytes(b"new")
-    with pytest.raises(FileNotFoundError), whole(tmp_path / "weights.bin"):
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "weights.bin"):
         pass
     flush(tmp_path)
     opened = [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]

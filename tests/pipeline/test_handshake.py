@@ -8,8 +8,8 @@ import pytest
 
 from minigrad import rng
 from pipeline import SCHEDULES, Schedule, ScheduleError
-from pipeline.runtime.boundary import Spec
-from pipeline.runtime.handshake import agree, agree_on_orders, open_step
+from pipeline.runtime.boundary import ArraySpec
+from pipeline.runtime.handshake import agree, agree_on_orders, shake_hands
 
 M = 3
 X, Y = np.zeros((7, 5), np.float32), np.zeros((7, 2))
@@ -25,7 +25,7 @@ def open_on(comm, x, y, **changed):
         "first_rank": 0,
         "tied": {},
     }
-    return open_step(comm, x, y, **(arguments | changed))
+    return shake_hands(comm, x, y, **(arguments | changed))
 
 
 def on_ends(comm, x=X, y=Y):
@@ -43,7 +43,7 @@ def test_the_shapes_of_x_are_known_on_every_rank(ranks):
         return opening.specs, opening.sizes, shapes(opening.inputs), shapes(opening.targets)
 
     for rank, (specs, sizes, inputs, targets) in enumerate(ranks.run(program)):
-        assert specs == [Spec((n, 5), np.dtype(np.float32)) for n in (3, 2, 2)]
+        assert specs == [ArraySpec((n, 5), np.dtype(np.float32)) for n in (3, 2, 2)]
         assert sizes == [3, 2, 2]
         assert inputs == ([(3, 5), (2, 5), (2, 5)] if rank == 0 else None)
         assert targets == ([(3, 2), (2, 2), (2, 2)] if rank == ranks.size - 1 else None)
@@ -55,7 +55,7 @@ def test_the_shapes_of_a_list_are_known_on_every_rank(ranks):
     def program(comm):
         return open_on(comm, *on_ends(comm, parts, [np.zeros(2), np.zeros(1), np.zeros(2)])).specs
 
-    assert ranks.run(program) == [[Spec.of(part) for part in parts]] * ranks.size
+    assert ranks.run(program) == [[ArraySpec.of(part) for part in parts]] * ranks.size
 
 
 def test_all_ranks_may_give_the_same_batch(ranks):

@@ -5,13 +5,13 @@ import pytest
 from recording import Log, RecordingCommunicator
 
 from distributed import SoloCommunicator
-from pipeline.runtime.boundary import Bundle, Spec
+from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.p2p import PointToPoint
 from pipeline.schedules.action import Action, Kind
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.point_to_point]
 
-ROW = Spec((2,), np.dtype(float))
+ROW = ArraySpec((2,), np.dtype(float))
 
 
 def exchange(p2p, arrays, *, posted_early=True, specs=None):
@@ -81,7 +81,7 @@ def test_a_header_is_sent_once_for_a_shape_and_counts_from_the_next_step(ranks):
         log = Log()
         p2p = connect(comm, 2, log)
         sent = []
-        small, large = ROW, Spec((5,), np.dtype(float))
+        small, large = ROW, ArraySpec((5,), np.dtype(float))
         # A shape twice in its first step has two headers: what a step teaches counts from the next one.
         for specs in ([small, small], [small, small], [small, large], [large, small]):
             log.clear()

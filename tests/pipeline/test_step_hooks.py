@@ -1,10 +1,10 @@
-"""Readiness: the hooks of a step out of those of its micro-batches."""
+"""StepHooks: the hooks of a step out of those of its micro-batches."""
 
 import numpy as np
 import pytest
 
 from minigrad import Hooks, Parameter
-from pipeline.runtime.step_hooks import Readiness
+from pipeline.runtime.step_hooks import StepHooks
 
 
 class Step:
@@ -12,7 +12,7 @@ class Step:
 
     def __init__(self, num_forwards, late=()):
         self.events = []
-        self.readiness = Readiness(num_forwards, late)
+        self.readiness = StepHooks(num_forwards, late)
         self.readiness.use(
             Hooks(
                 on_start=lambda reached: self.events.append("start " + names(reached)),
@@ -113,7 +113,7 @@ def test_a_rank_without_a_backward_starts_at_the_end():
 def test_between_ops_is_passed_on_and_missing_hooks_are_none(abc):
     a, _, _ = abc
     calls = []
-    readiness = Readiness(1, [a])
+    readiness = StepHooks(1, [a])
     readiness.use(Hooks(between_ops=lambda: calls.append(1)))
     readiness.forward_done([a])
     hooks = readiness.backward_hooks()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import FORWARD_ONLY, SCHEDULES, ScheduleError, lower, prove
+from pipeline import FORWARD_ONLY, SCHEDULES, ScheduleError, check_deadlock_free, lower
 from pipeline.__main__ import main
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,5 +36,5 @@ def test_the_deadlock_on_the_page_is_real():
     place = {"rank_of": SCHEDULES["1f1b"].rank_of, "num_stages": 2}
     programs = lower(SCHEDULES["1f1b"].orders(2, 2), lookahead=0, **place)
     with pytest.raises(ScheduleError) as caught:
-        prove(programs, blocking_sends=True, **place)
+        check_deadlock_free(programs, synchronous_sends=True, **place)
     assert f"```text\n{caught.value}\n```" in PAGE
