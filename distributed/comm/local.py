@@ -60,7 +60,7 @@ class LocalWorld:
         Each rank starts in its own copy of the caller's context variables.
 
         Raises:
-            Whatever any rank raised first, with a note of the rank; ranks that wait for others end silently.
+            BaseException: what any rank raised first, with a note of the rank; ranks that wait for others end silently.
         """
         job = _Job(self.size, self.synchronous_sends, self.timeout_seconds)
         space = _Space(job, range(self.size))

@@ -187,8 +187,8 @@ plt.show()
 #
 # Ranks that wait for each other's messages can wait for ever, and a program that hangs once in a thousand runs is
 # worse than one that never works. Whether it hangs must not depend on luck. `check_deadlock_free` runs the programs of
-# all ranks under the strictest rule that MPI allows (a send is complete only once its receive is posted). Every receive names
-# its message, so no timing changes what meets what: this one run speaks for all of them.
+# all ranks under the strictest rule that MPI allows (a send is complete only once its receive is posted). Every receive
+# names its message, so no timing changes what meets what: this one run speaks for all of them.
 
 # %%
 from pipeline import ScheduleError, check_deadlock_free, validate

@@ -1,0 +1,44 @@
+"""The pages as a site: it builds, its links lead somewhere, and its reference leaves out no module."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from jobs import ROOT
+
+PACKAGES = ("minigrad", "distributed", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="needs the extra `docs`")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]  # strict: see mkdocs.yml
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_it_builds_with_every_link_leading_somewhere(site: Path) -> None:
+    assert {page.stem for page in site.glob("*.html")} >= {"index", "tutorial", "how-to", "schedules", "design"}
+
+
+def test_it_fetches_nothing(site: Path) -> None:
+    """A link may lead out; a script, a style or a picture comes with the page."""
+    fetched = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="?(?:https?:)?//')
+    assert [page.name for page in site.rglob("*.html") if fetched.search(page.read_text())] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_has_every_module_once(package: str) -> None:
+    page = (ROOT / "docs" / "api" / f"{package}.md").read_text()
+    listed = Counter(re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE))
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / package).rglob("*.py")
+        if not path.name.startswith("__") and "cli" not in path.parts  # commands are no interface of Python
+    }
+    assert listed == Counter(modules)
