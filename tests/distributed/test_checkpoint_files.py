@@ -192,7 +192,7 @@ def test_what_a_name_stands_for_is_on_the_disk_before_the_name(tmp_path, monkeyp
 
         return wrapped
 
-    monkeypatch.setattr(checkpoint_files, "whole", noted("whole", checkpoint_files.whole))
+    monkeypatch.setattr(checkpoint_files, "atomic_write", noted("write", checkpoint_files.atomic_write))
     monkeypatch.setattr(checkpoint_files, "flush", noted("flush", checkpoint_files.flush))
     monkeypatch.setattr(os, "rename", noted("rename", os.rename))
     arrays = arrays_of(2)[:1]
@@ -200,11 +200,11 @@ def test_what_a_name_stands_for_is_on_the_disk_before_the_name(tmp_path, monkeyp
         events.clear()
         assert Saving(tmp_path, 0, arrays[0], manifest_of(step, arrays), keep_last=1).wait() is None
     assert events == [
-        "whole rank-0.safetensors",
-        "whole manifest.json",
+        "write rank-0.safetensors",
+        "write manifest.json",
         "rename saving-00000002-save of step 2",
         f"flush {tmp_path.name}",
-        "whole latest",
+        "write latest",
         "rename step-00000001",
     ]
 

@@ -12,7 +12,7 @@ SIMULATED = simulate(ORDERS, num_stages=2, forward=[2, 1], backward_input=[2, 3]
 
 
 def shifted(event, by):
-    return event._replace(start=event.start + by, end=event.end + by)
+    return Event(*event)._replace(start=event[2] + by, end=event[3] + by)
 
 
 def same(a: Timeline, b: Timeline):
