@@ -24,7 +24,7 @@ from statistics import median
 import numpy as np
 from engine import Line, ratio
 from engine_jobs import LEARNING_RATE, SIZES, random_text
-from workers import pin
+from pinned_workers import pin
 
 from distributed import SoloCommunicator
 from distributed.checkpoint.checkpointer import Checkpointer

@@ -30,7 +30,7 @@ from typing import Any
 
 from ddp_bound import exposed_seconds
 from engine_jobs import BATCH, SIZES
-from workers import DROPPED, environment
+from pinned_workers import DROPPED, environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ddp.txt"

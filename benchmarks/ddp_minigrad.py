@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from engine_jobs import LEARNING_RATE, SIZES
-from turns import take_turns
+from interleave import take_turns
 
 from distributed import (
     BucketedTrainer,

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from engine_jobs import LEARNING_RATE, SIZES
+from interleave import take_turns
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch_gpt import TorchGPT
-from turns import take_turns
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # Open MPI, MPICH
 

@@ -2,7 +2,7 @@
 
     make bench-engine
 
-Peers take turns on one core (`workers.py`), in new processes each round. A ratio is the median over pairs of
+Peers take turns on one core (`pinned_workers.py`), in new processes each round. A ratio is the median over pairs of
 neighbouring turns, with the 10% and 90% quantiles in brackets. Times are CPU times. PyTorch runs eagerly unless said
 otherwise; which of the two is faster depends on the BLAS of each, so the matrix products alone are measured too.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from engine_jobs import CHAIN
-from workers import interleave, once
+from pinned_workers import interleave, once
 
 RESULTS = Path(__file__).parent / "results" / "engine.txt"
 

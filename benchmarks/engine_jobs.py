@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workers import DROPPED, serve
+from pinned_workers import DROPPED, serve
 
 SIZES = {  # of nanoGPT's recipe for a CPU, and of its "baby" GPT; called as in GPTConfig
     "tiny": {"vocab_size": 65, "context": 64, "num_layers": 1, "num_heads": 1, "width": 8},

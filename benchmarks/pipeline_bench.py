@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ddp import NUM_RANKS, Line, Result, free_port, run, run_job, seconds
 from engine_jobs import BATCH, SIZES
-from workers import DROPPED
+from pinned_workers import DROPPED
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.txt"
 SIZE = "baby"

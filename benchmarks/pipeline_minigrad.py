@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from census import census
 from engine_jobs import BATCH, LEARNING_RATE, SIZES
-from turns import take_turns
+from interleave import take_turns
+from live_activations import live_activations
 
 import minigrad as mg
 from distributed import Communicator, SoloCommunicator, world
@@ -80,7 +80,7 @@ def peaks(comm: Communicator, num_microbatches: int) -> dict[str, Any]:
     """Count the micro-batches that each stage holds under each schedule, beside the simulator's."""
     found = {}
     for name, schedule in SCHEDULES.items():
-        by_rank = comm.gather_objects(census(comm, schedule, num_microbatches))
+        by_rank = comm.gather_objects(live_activations(comm, schedule, num_microbatches))
         stages = sorted((stage, *counts) for rank in by_rank for stage, counts in rank.items())
         orders = schedule.orders(comm.size, num_microbatches)
         simulated = simulate(orders, num_stages=len(stages)).peak_microbatches_per_stage

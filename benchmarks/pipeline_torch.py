@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from ddp_torch import gather, join, leave
 from engine_jobs import BATCH, LEARNING_RATE, SIZES
+from interleave import take_turns
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy, linear
 from torch_gpt import TorchGPT
-from turns import take_turns
 
 
 class FirstStage(nn.Module):

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from workers import environment
+from pinned_workers import environment
 
 from distributed import DistributedDataParallel, world
 from minigrad import backward_with_hooks, cross_entropy

@@ -7,7 +7,7 @@ import os
 import pytest
 from engine import Line, ratio
 from engine_jobs import BATCH, SIZES, STEPS, matrix_products, status_bytes
-from workers import Worker, environment, interleave, once
+from pinned_workers import Worker, environment, interleave, once
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 WITHOUT_TORCH = [name for name in STEPS if "torch" not in name]

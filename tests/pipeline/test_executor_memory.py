@@ -4,7 +4,7 @@ import gc
 from contextlib import contextmanager
 
 import pytest
-from census import census
+from live_activations import live_activations
 
 from pipeline import SCHEDULES, simulate
 
@@ -22,7 +22,9 @@ def held(ranks, schedule, num_microbatches):
     """Return the most micro-batches that each stage held; check that nothing is left."""
     with without_collector():
         by_stage = {
-            stage: counts for found in ranks.run(census, schedule, num_microbatches) for stage, counts in found.items()
+            stage: counts
+            for found in ranks.run(live_activations, schedule, num_microbatches)
+            for stage, counts in found.items()
         }
     assert all(left == 0 for _, left in by_stage.values())
     return [by_stage[stage][0] for stage in sorted(by_stage)]

@@ -37,7 +37,7 @@ class CountedLayer(nn.Module):
         return sum(activation() is not None for activation in self._activations)
 
 
-def census(comm: Communicator, schedule: Schedule, num_microbatches: int) -> dict[int, tuple[int, int]]:
+def live_activations(comm: Communicator, schedule: Schedule, num_microbatches: int) -> dict[int, tuple[int, int]]:
     """Train two steps with one layer a stage.
 
     Returns:
