@@ -1,7 +1,7 @@
 """minigrad: tape-based automatic differentiation over NumPy or CuPy arrays.
 
-In reading order: `tensor` (what is on the tape), `tape` (how ops record), `backward` (how gradients and hooks flow),
-`ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rng`.
+In reading order: `tensor` and `parameter` (what is on the tape), `tape` (how ops record), `backprop` (how gradients and
+hooks flow), `ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rng`.
 """
 
 from minigrad import lr_schedule, models, nn, optim, rng
@@ -20,16 +20,17 @@ from minigrad.gradcheck import check_vjp
 from minigrad.hooks import Hooks
 from minigrad.ops import *  # noqa: F403  # the op table's __all__
 from minigrad.ops import __all__ as _op_names
+from minigrad.parameter import Hold, Parameter
 from minigrad.recomputation import recompute
 from minigrad.tape import Joint, Tape, enable_grad, no_grad, op
-from minigrad.tensor import GradState, Parameter, Tensor
+from minigrad.tensor import Tensor
 from minigrad.watch import Profile, detect_anomaly, profile
 
 __all__ = [
     "DeferredGrads",
     "FlatBuffer",
     "FlatRange",
-    "GradState",
+    "Hold",
     "Hooks",
     "Joint",
     "Parameter",

@@ -20,6 +20,7 @@ from typing import Any
 
 from minigrad.backend import Array, xp_of
 from minigrad.hooks import Hooks
+from minigrad.parameter import Parameter
 from minigrad.tape import (
     ALREADY_WALKED,
     Node,
@@ -32,7 +33,7 @@ from minigrad.tape import (
     kept_arrays,
     node_order,
 )
-from minigrad.tensor import Parameter, Tensor, changes
+from minigrad.tensor import Tensor, changes
 from minigrad.watch import progressing
 
 Output = Tensor | Sequence[Tensor]

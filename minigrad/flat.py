@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from minigrad.backend import Array, xp_of
-from minigrad.tensor import GradState, Parameter, changes
+from minigrad.parameter import Parameter, check_usable
+from minigrad.tensor import changes
 
 
 class FlatBuffer:
@@ -53,7 +54,7 @@ class FlatBuffer:
             storage: (n,) contiguous, of the same dtype, used by nobody else.
         Raises:
             ValueError: `storage` has another shape or dtype, or is not contiguous.
-            RuntimeError: a gradient is being reduced over ranks.
+            RuntimeError: somebody holds a gradient.
         """
         found = (storage.shape, storage.dtype, storage.flags.c_contiguous)
         if found != (self.grad.shape, self.grad.dtype, True):
@@ -61,9 +62,7 @@ class FlatBuffer:
                 f"move_grad needs contiguous memory of {self.grad.dtype}{list(self.grad.shape)}, "
                 f"got {storage.dtype}{list(storage.shape)} with strides {storage.strides}"
             )
-        for p in self.params:
-            if p.grad_state is GradState.REDUCING:
-                p.refuse_grad("move_grad of")
+        check_usable(self.params, "move_grad of")
         storage[...] = self.grad
         self.grad = storage
         for p in self.params:
@@ -143,19 +142,12 @@ def zero_grad(params: Iterable[Parameter]) -> None:
     """Mark gradients fresh: the next contribution overwrites. Touches no memory.
 
     Raises:
-        RuntimeError: one of them is being reduced over ranks; then none is marked.
+        RuntimeError: somebody holds one of them; then none is marked.
     """
     params = list(params)
-    check_not_reducing(params, "zero_grad() of")
+    check_usable(params, "zero_grad() of")
     for p in params:
         p.grad = None
-
-
-def check_not_reducing(params: Iterable[Parameter], what: str) -> None:
-    """Raise RuntimeError if one of these gradients is still on its way to other ranks."""
-    for p in params:
-        if p.grad_state is GradState.REDUCING:
-            p.refuse_grad(what)
 
 
 def check_names(params: Iterable[Parameter]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minigrad.tensor import Parameter
+from minigrad.parameter import Parameter
 
 
 @dataclass(frozen=True)

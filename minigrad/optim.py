@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from minigrad.backend import Array, xp_of
-from minigrad.flat import FlatBuffer, FlatRange, check_not_reducing, zero_grad
-from minigrad.tensor import Parameter
+from minigrad.flat import FlatBuffer, FlatRange, zero_grad
+from minigrad.parameter import Parameter, check_usable
 
 LearningRate = float | Callable[[int], float]
 _BLOCK = 1 << 16  # elements: each block's operands stay in the cache over the passes of an update
@@ -141,9 +141,9 @@ class Optimizer:
         """Update every parameter that requires grad; a gradient that no backward reached counts as zero.
 
         Raises:
-            RuntimeError: gradients are being reduced over ranks.
+            RuntimeError: somebody holds one of the gradients.
         """
-        check_not_reducing(self.params, "optimizer.step() with")
+        check_usable(self.params, "optimizer.step() with")
         lr = self.lr
         for part, state in self._ranges:
             for run, decay in self._runs(part):
@@ -181,10 +181,10 @@ def grad_square_sum(params: Iterable[Parameter]) -> float:
     """Return the sum of squares of all gradients; of ranks that hold different parameters, the sums add.
 
     Raises:
-        RuntimeError: gradients are being reduced over ranks.
+        RuntimeError: somebody holds one of the gradients.
     """
     params = list(params)
-    check_not_reducing(params, "the norm of")
+    check_usable(params, "the norm of")
     total = 0.0
     for part in FlatBuffer.of(params):
         grad = part.grad

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from minigrad import rng
+from minigrad.parameter import Parameter
 from minigrad.tape import Node, Replay, collect, next_node_number
-from minigrad.tensor import Parameter, Tensor
+from minigrad.tensor import Tensor
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:

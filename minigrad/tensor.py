@@ -1,21 +1,19 @@
-"""Tensor: an array with a place on the tape. Parameter: a named leaf that a module owns.
+"""Tensor: an array with a place on the tape.
 
-A tensor knows its data, its grad (leaves only) and the node that made it. What is done with
-them is the tape's business; where a parameter's memory lives is FlatBuffer's.
+A tensor knows its data, its grad (leaves only) and the node that made it. What is done with them is the tape's
+business. `parameter.py` has the leaf that a module owns.
 """
 
 from __future__ import annotations
 
 import weakref
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minigrad.backend import Array, memory_range, xp_of
 
 if TYPE_CHECKING:
-    from minigrad.flat import FlatBuffer
     from minigrad.tape import Node
 
 
@@ -122,7 +120,7 @@ class Tensor:
         self._fresh = False
 
     def _open_grad(self) -> None:
-        """Check that the gradient may be replaced; anybody's may, but a parameter's not while it is being reduced."""
+        """Check that the gradient may be replaced: a parameter's may be held by somebody."""
 
     def detach(self) -> Tensor:
         """Return a tensor that shares this one's data and is cut from the tape."""
@@ -222,79 +220,3 @@ def made_by(node: Node | None, data: Array, weight_side: bool | None) -> Tensor:
     tensor.requires_grad = node is not None
     tensor.weight_side = weight_side
     return tensor
-
-
-class GradState(Enum):
-    """What a parameter's gradient is: this rank's own, on its way to the other ranks, or reduced over them."""
-
-    LOCAL = "local"
-    REDUCING = "being reduced"
-    REDUCED = "already reduced"
-
-
-class Parameter(Tensor):
-    """A named leaf that a module owns and an optimizer changes.
-
-    Its memory belongs to a FlatBuffer from the moment an optimizer or a data-parallel wrapper asks for one;
-    `data` and `grad` are views into it from then on.
-
-    Args:
-        data: floating point array; copied, so that nobody else holds the memory.
-        name: unique within a model; what errors, checkpoints and random streams call it.
-
-    Attributes:
-        flat, start: the owner of its memory, and where in it this parameter begins, in elements.
-        grad_state: set by whoever reduces gradients; guards against what would add to them or use them too early.
-    """
-
-    __slots__ = ("flat", "grad_state", "name", "start")
-
-    def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
-        array = data if xp_of(data) is not np else np.asarray(data)
-        super().__init__(array.copy(order="C"), requires_grad=requires_grad)
-        self.name = name
-        self.weight_side = True  # frozen or not: what depends on parameters alone is weight work
-        self.flat: FlatBuffer | None = None
-        self.start = 0
-        self.grad_state = GradState.LOCAL
-
-    @property
-    def label(self) -> str:
-        return repr(self.name) if self.name else f"parameter of shape {self.shape}"
-
-    @property
-    def stop(self) -> int:
-        """One past its last element in its flat."""
-        return self.start + self.size
-
-    def accumulate_grad(self, g: Array) -> None:
-        """Add one contribution to the gradient; refused once it is on its way to other ranks, until zero_grad."""
-        if self.grad_state is not GradState.LOCAL:
-            self.refuse_grad("backward into")
-        super().accumulate_grad(g)
-
-    def refuse_grad(self, what: str) -> NoReturn:
-        """Raise RuntimeError: `what` is wrong in the state of this gradient."""
-        remedy = "wait()" if self.grad_state is GradState.REDUCING else "zero_grad()"
-        raise RuntimeError(f"{what} {self.label}: its grad is {self.grad_state.value} over ranks; call {remedy} first")
-
-    def _open_grad(self) -> None:
-        if self.grad_state is GradState.REDUCING:
-            self.refuse_grad("a new grad for")
-        self.grad_state = GradState.LOCAL
-
-    def fill_missing_grad(self) -> None:
-        """Make a gradient that no backward reached zeros."""
-        if self._fresh:
-            self.grad_view()[...] = 0
-
-    def grad_view(self) -> Array:
-        """Return the gradient's memory for writing; it counts as written from now on."""
-        if self._grad is None:
-            self._grad = xp_of(self._data).empty_like(self._data)
-        self._fresh = False
-        return self._grad
-
-    def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
-        """Let `flat` own the memory from now on; the values are already there."""
-        self._data, self._grad, self.flat, self.start = data, grad, flat, start

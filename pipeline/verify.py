@@ -23,7 +23,8 @@ from minigrad.backprop import backward, backward_with_grad
 from minigrad.hooks import Hooks
 from minigrad.nn import ParamGetter, Sequential
 from minigrad.optim import SGD, Optimizer, Rule, grad_square_sum, scale_to_norm
-from minigrad.tensor import Parameter, Tensor
+from minigrad.parameter import Parameter
+from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
 from pipeline.runtime.executor import PipelineExecutor
 from pipeline.runtime.stage import LayerFactory, PipelineStage

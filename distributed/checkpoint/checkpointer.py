@@ -42,7 +42,7 @@ from distributed.comm.communicator import Array, Communicator
 from minigrad.backend import place, to_host, xp_of
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
-from minigrad.tensor import Parameter
+from minigrad.parameter import Parameter
 
 T = TypeVar("T")
 

@@ -24,11 +24,14 @@ from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from minigrad.backend import xp_of
 from minigrad.flat import FlatBuffer, FlatRange
-from minigrad.tensor import GradState, Parameter
+from minigrad.parameter import Hold, Parameter, check_usable
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
 MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than an edge: one bucket hides nothing
+
+REDUCING = Hold("its grad is being reduced over ranks; call wait() first")
+REDUCED = Hold("its grad is already reduced over ranks; call zero_grad() first", final=True)
 
 
 @dataclass
@@ -144,7 +147,7 @@ class GradientBucketManager:
             if p not in self._bucket_of:
                 rule = f"backward reaches {p.label}, which is not among the parameters to reduce"
                 raise ValueError(self._message(rule))
-            if p.grad_state is not GradState.LOCAL:
+            if p.hold is not None:
                 p.refuse_grad("backward into")
         self.reset(share)
         used = set(reached)
@@ -186,7 +189,7 @@ class GradientBucketManager:
             with self.comm.waiting_for(f"bucket {number} of {self.num_buckets}, {bucket.range.params[0].name} ..."):
                 bucket.work.wait()
             for p in bucket.range.params:
-                p.grad_state = GradState.REDUCED
+                p.hold = REDUCED
         self._under_way = False
         if self._reached is not None:
             self._report_unused(self._reached.wait())
@@ -214,9 +217,8 @@ class GradientBucketManager:
 
     def _close(self, p: Parameter) -> None:
         """Take a final gradient: from here on nothing may be added to it."""
-        if p.grad_state is GradState.REDUCING:
-            p.refuse_grad("a second reduction of")
-        p.grad_state = GradState.REDUCING
+        check_usable([p], "a second reduction of")
+        p.hold = REDUCING
         self._bucket_of[p].pending.remove(p)
 
     def _message(self, rule: str) -> str:

@@ -14,7 +14,7 @@ from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from minigrad.flat import FlatBuffer
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, Module
-from minigrad.tensor import Parameter
+from minigrad.parameter import Parameter
 
 
 class HasParameters(Protocol):

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from minigrad.backend import Array, to_host, xp_of
 from minigrad.files import atomic_write
 from minigrad.models.gpt import GPTConfig
-from minigrad.tensor import Parameter
+from minigrad.parameter import Parameter
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array, place
+from minigrad.parameter import Parameter
 from minigrad.rng import named_generator
-from minigrad.tensor import Parameter
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], Array]
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from minigrad.backend import Array
 from minigrad.nn.buffer import Buffer
+from minigrad.parameter import Parameter
 from minigrad.tape import current_watch
-from minigrad.tensor import Parameter
 
 Named = TypeVar("Named", bound=Parameter | Buffer)
 

@@ -20,7 +20,8 @@ from minigrad.backprop import (
 )
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, ParamGetter, Sequential
-from minigrad.tensor import Parameter, Tensor
+from minigrad.parameter import Parameter
+from minigrad.tensor import Tensor
 from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.schedules.schedule import Schedule

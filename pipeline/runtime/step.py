@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minigrad.backend import Array
-from minigrad.tensor import Parameter
+from minigrad.parameter import Parameter
 from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.handshake import StepInputs
 from pipeline.runtime.step_hooks import StepHooks

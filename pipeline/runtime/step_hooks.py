@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from minigrad.hooks import Hooks
-from minigrad.tensor import Parameter
+from minigrad.parameter import Parameter
 from pipeline.schedules.action import Action, Kind
 
 

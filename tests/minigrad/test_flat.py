@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from typing import Any
 
@@ -222,41 +223,56 @@ def test_zero_grad_touches_no_memory() -> None:
     assert peak < 1000
 
 
-# -- reduced over ranks -------------------------------------------------------------------
+# -- held by somebody ---------------------------------------------------------------------
+
+IN_USE = mg.Hold("its grad is being counted; call done() first")
+FINAL = mg.Hold("its grad was counted; call zero_grad() first", final=True)
 
 
-def test_gradients_in_flight_are_not_to_be_stepped_on_or_zeroed() -> None:
+def test_held_gradients_are_not_to_be_stepped_on_or_zeroed() -> None:
     (w,) = make((2,))
     optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=1.0))
-    w.grad_state = mg.GradState.REDUCING
+    w.hold = IN_USE
     before = w.data.copy()
-    with pytest.raises(
-        RuntimeError, match=r"optimizer\.step\(\) with 'p0': its grad is being reduced.*call wait\(\) first"
-    ):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) of 'p0': its grad is being reduced.*call wait\(\) first"):
-        optimizer.zero_grad()
+    for what, call in {
+        "optimizer.step() with": optimizer.step,
+        "zero_grad() of": optimizer.zero_grad,
+        "a new grad for": lambda: setattr(w, "grad", np.ones(2)),
+        "the norm of": lambda: mg.optim.clip_by_global_norm([w], 1.0),
+        "backward into": lambda: mg.backward(w.sum()),
+    }.items():
+        with pytest.raises(
+            RuntimeError, match=rf"^{re.escape(what)} 'p0': its grad is being counted; call done\(\) first$"
+        ):
+            call()
     np.testing.assert_array_equal(w.data, before)
     assert optimizer.num_steps == 0
 
 
-def test_a_backward_into_reduced_gradients_is_refused_until_zero_grad() -> None:
+def test_a_backward_into_final_gradients_is_refused_until_zero_grad() -> None:
     (w,) = make((2,))
     optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=1.0))
     mg.backward(w.sum())
-    w.grad_state = mg.GradState.REDUCED
-    with pytest.raises(
-        RuntimeError, match=r"backward into 'p0': its grad is already reduced.*call zero_grad\(\) first"
-    ):
+    w.hold = FINAL
+    with pytest.raises(RuntimeError, match=r"^backward into 'p0': its grad was counted; call zero_grad\(\) first$"):
         mg.backward(w.sum())
     optimizer.step()
     optimizer.zero_grad()
-    assert w.grad_state is mg.GradState.LOCAL
+    assert w.hold is None
     mg.backward(w.sum())
     np.testing.assert_array_equal(w.grad, [1, 1])
 
 
-def test_a_backward_that_accumulates_is_fine_while_gradients_are_local() -> None:
+def test_a_holder_can_let_go_and_leave_the_gradient_as_it_is() -> None:
+    (w,) = make((2,))
+    mg.backward(w.sum())
+    w.hold = IN_USE
+    w.hold = None
+    mg.backward(w.sum())
+    np.testing.assert_array_equal(w.grad, [2, 2])
+
+
+def test_a_backward_that_accumulates_is_fine_while_nobody_holds_gradients() -> None:
     (w,) = make((2,))
     mg.FlatBuffer.of([w])
     mg.backward(w.sum())
@@ -294,11 +310,9 @@ def test_memory_for_gradients_must_fit(storage: np.ndarray[Any, Any]) -> None:
         part.flat.move_grad(storage)
 
 
-def test_gradients_in_flight_do_not_move() -> None:
+def test_held_gradients_do_not_move() -> None:
     params = make(*SHAPES)
     (part,) = mg.FlatBuffer.of(params)
-    params[1].grad_state = mg.tensor.GradState.REDUCING
-    with pytest.raises(
-        RuntimeError, match=r"move_grad of 'p1': its grad is being reduced over ranks; call wait\(\) first"
-    ):
+    params[1].hold = IN_USE
+    with pytest.raises(RuntimeError, match=r"^move_grad of 'p1': its grad is being counted; call done\(\) first$"):
         part.flat.move_grad(np.zeros(13))

@@ -1,0 +1,103 @@
+"""Parameter: a named leaf that a module owns. Hold: what somebody who works with its gradient leaves there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from minigrad.backend import Array, xp_of
+from minigrad.tensor import Tensor
+
+if TYPE_CHECKING:
+    from minigrad.flat import FlatBuffer
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A claim on a gradient: nobody else may use it until its holder takes it away with `parameter.hold = None`.
+
+    Attributes:
+        reason: what the gradient is, and the way out: it ends the message of the error that others get.
+        final: the gradient has its last value. It may be read, and reset, which ends the hold; nothing may be
+            added to it.
+    """
+
+    reason: str
+    final: bool = False
+
+
+class Parameter(Tensor):
+    """A named leaf that a module owns and an optimizer changes.
+
+    Its memory belongs to a FlatBuffer from the moment an optimizer or a data-parallel wrapper asks for one;
+    `data` and `grad` are views into it from then on.
+
+    Args:
+        data: floating point array; copied, so that nobody else holds the memory.
+        name: unique within a model; what errors, checkpoints and random streams call it.
+
+    Attributes:
+        flat, start: the owner of its memory, and where in it this parameter begins, in elements.
+        hold: who has a claim on the gradient now, if anybody.
+    """
+
+    __slots__ = ("flat", "hold", "name", "start")
+
+    def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
+        array = data if xp_of(data) is not np else np.asarray(data)
+        super().__init__(array.copy(order="C"), requires_grad=requires_grad)
+        self.name = name
+        self.weight_side = True  # frozen or not: what depends on parameters alone is weight work
+        self.flat: FlatBuffer | None = None
+        self.start = 0
+        self.hold: Hold | None = None
+
+    @property
+    def label(self) -> str:
+        return repr(self.name) if self.name else f"parameter of shape {self.shape}"
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in its flat."""
+        return self.start + self.size
+
+    def accumulate_grad(self, g: Array) -> None:
+        """Add one contribution to the gradient; refused while it is held."""
+        if self.hold is not None:
+            self.refuse_grad("backward into")
+        super().accumulate_grad(g)
+
+    def refuse_grad(self, what: str) -> NoReturn:
+        """Raise RuntimeError: `what` cannot be done while this gradient is held."""
+        assert self.hold is not None
+        raise RuntimeError(f"{what} {self.label}: {self.hold.reason}")
+
+    def _open_grad(self) -> None:
+        check_usable([self], "a new grad for")
+        self.hold = None
+
+    def fill_missing_grad(self) -> None:
+        """Make a gradient that no backward reached zeros."""
+        if self._fresh:
+            self.grad_view()[...] = 0
+
+    def grad_view(self) -> Array:
+        """Return the gradient's memory for writing; it counts as written from now on."""
+        if self._grad is None:
+            self._grad = xp_of(self._data).empty_like(self._data)
+        self._fresh = False
+        return self._grad
+
+    def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
+        """Let `flat` own the memory from now on; the values are already there."""
+        self._data, self._grad, self.flat, self.start = data, grad, flat, start
+
+
+def check_usable(params: Iterable[Parameter], what: str) -> None:
+    """Raise RuntimeError if one of these gradients is held and not final: `what` cannot be done now."""
+    for p in params:
+        if p.hold is not None and not p.hold.final:
+            p.refuse_grad(what)
