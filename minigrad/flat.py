@@ -69,57 +69,72 @@ class FlatBuffer:
             p.move_to(self, p.start, p.data, storage[p.start : p.stop].reshape(p.shape))
 
     @staticmethod
-    def of(params: Iterable[Parameter]) -> list[FlatRange]:
-        """Return the maximal contiguous ranges that hold exactly these parameters.
+    def adopt(params: Iterable[Parameter]) -> list[FlatRange]:
+        """Give the parameters without an owner one: new flats, one per dtype, in reverse parameter order.
 
-        Parameters without an owner get new flats, one per dtype, in reverse parameter order; those that
-        have one stay where they are. The same parameter given twice counts once.
+        Those that have an owner stay where they are. The same parameter given twice counts once.
 
         Args:
             params: in the order of the model.
         Returns:
-            Ranges, ordered by where their parameters come last in `params`, the last one first.
+            Where they all lie now: see `ranges_of`.
         Raises:
-            ValueError: two parameters have the same name.
+            ValueError: two parameters have the same name; then none is moved.
         """
-        wanted = list(dict.fromkeys(reversed(list(params))))  # distinct, newest layer first
-        check_names(wanted)
+        wanted = _newest_first(params)
         orphans: dict[object, list[Parameter]] = {}
         for p in wanted:
             if p.flat is None:
                 orphans.setdefault((p.dtype, xp_of(p.data)), []).append(p)
         for group in orphans.values():
             FlatBuffer(group)
+        return FlatBuffer.ranges_of(reversed(wanted))
+
+    @staticmethod
+    def ranges_of(params: Iterable[Parameter]) -> list[FlatRange]:
+        """Return the maximal contiguous ranges that hold exactly these parameters. Moves nothing.
+
+        Args:
+            params: in the order of the model, each with an owner.
+        Returns:
+            Ranges, ordered by where their parameters come last in `params`, the last one first.
+        Raises:
+            ValueError: two parameters have the same name, or one has no owner.
+        """
+        wanted = _newest_first(params)
         chosen = set(wanted)
         ranges: list[FlatRange] = []
         for flat in dict.fromkeys(p.flat for p in wanted):
-            assert flat is not None
-            for is_chosen, run in groupby(flat.params, chosen.__contains__):
-                if is_chosen:
-                    ranges.append(FlatRange(flat, tuple(run)))
+            if flat is None:
+                homeless = next(p for p in wanted if p.flat is None)
+                raise ValueError(f"{homeless.label} lies in no FlatBuffer; call FlatBuffer.adopt first")
+            runs = groupby(flat.params, chosen.__contains__)
+            ranges += [FlatRange.over(tuple(run)) for is_chosen, run in runs if is_chosen]
         place = {p: i for i, p in enumerate(wanted)}
         return sorted(ranges, key=lambda r: min(place[p] for p in r.params))
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A contiguous slice of a flat that holds whole parameters.
+    """A contiguous slice of a flat.
 
     Attributes:
         flat: the owner of the memory.
-        params: in memory order, adjacent.
+        start, stop: in elements.
+        params: that lie in it, in memory order.
     """
 
     flat: FlatBuffer
+    start: int
+    stop: int
     params: tuple[Parameter, ...]
 
-    @property
-    def start(self) -> int:
-        return self.params[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.params[-1].stop
+    @staticmethod
+    def over(params: Sequence[Parameter]) -> FlatRange:
+        """Return the range that some parameters fill: at least one, adjacent in one flat, in memory order."""
+        first, last = params[0], params[-1]
+        assert first.flat is not None
+        return FlatRange(first.flat, first.start, last.stop, tuple(params))
 
     @property
     def data(self) -> Array:
@@ -148,6 +163,17 @@ def zero_grad(params: Iterable[Parameter]) -> None:
     check_usable(params, "zero_grad() of")
     for p in params:
         p.grad = None
+
+
+def _newest_first(params: Iterable[Parameter]) -> list[Parameter]:
+    """Return distinct parameters, the last of the model first: the order in which backward finishes them.
+
+    Raises:
+        ValueError: two of them have the same name.
+    """
+    distinct = list(dict.fromkeys(reversed(list(params))))
+    check_names(distinct)
+    return distinct
 
 
 def check_names(params: Iterable[Parameter]) -> None:

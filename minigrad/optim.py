@@ -130,7 +130,7 @@ class Optimizer:
         self.rule = rule
         self.decays = decays
         self.num_steps = 0
-        self._ranges = [(part, rule.init(part.data)) for part in FlatBuffer.of(self.params)]
+        self._ranges = [(part, rule.init(part.data)) for part in FlatBuffer.adopt(self.params)]
 
     @property
     def lr(self) -> float:
@@ -174,7 +174,7 @@ class Optimizer:
         """Cut a range where weight decay begins or ends, and leave frozen parameters out."""
         for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, self.decays(p))):
             if trainable:
-                yield FlatRange(part.flat, tuple(run)), decay
+                yield FlatRange.over(tuple(run)), decay
 
 
 def grad_square_sum(params: Iterable[Parameter]) -> float:
@@ -186,7 +186,7 @@ def grad_square_sum(params: Iterable[Parameter]) -> float:
     params = list(params)
     check_usable(params, "the norm of")
     total = 0.0
-    for part in FlatBuffer.of(params):
+    for part in FlatBuffer.adopt(params):
         grad = part.grad
         total += float(xp_of(grad).vdot(grad, grad))
     return total
@@ -201,7 +201,7 @@ def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> 
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
     if norm > max_norm:
-        for part in FlatBuffer.of(params):
+        for part in FlatBuffer.adopt(params):
             grad = part.grad
             grad *= max_norm / norm
 

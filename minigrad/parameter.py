@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from minigrad.backend import Array, xp_of
-from minigrad.tensor import Tensor
+from minigrad.tensor import Tensor, changes
 
 if TYPE_CHECKING:
     from minigrad.flat import FlatBuffer
@@ -90,6 +90,10 @@ class Parameter(Tensor):
             self._grad = xp_of(self._data).empty_like(self._data)
         self._fresh = False
         return self._grad
+
+    def note_change(self, by: str) -> None:
+        """Note that the values were changed in place, so that a backward that still needs them can say so."""
+        changes.note(self._data, f"{self.label} (by {by})")
 
     def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
         """Let `flat` own the memory from now on; the values are already there."""

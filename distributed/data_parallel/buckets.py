@@ -237,10 +237,10 @@ def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[
         bucket_bytes: see `GradientBucketManager`.
         last: of these, one bucket each, after all others.
     """
-    FlatBuffer.of(params)  # adopts those without an owner together, before they are cut
+    FlatBuffer.adopt(params)  # together, before they are cut
     apart = set(last)
-    parts = FlatBuffer.of(p for p in params if p not in apart)
-    buckets = [FlatRange(part.flat, run) for part in parts for run in _runs(part.params, bucket_bytes)]
+    parts = FlatBuffer.ranges_of(p for p in params if p not in apart)
+    buckets = [FlatRange.over(run) for part in parts for run in _runs(part.params, bucket_bytes)]
     place = {p: i for i, p in enumerate(params)}
 
     def launch_order(bucket: FlatRange) -> int:
@@ -252,7 +252,7 @@ def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[
         buckets[:1] = _split(buckets[0], len(_runs(buckets[0].params, edge_bytes)[0]))
         buckets[-1:] = _split(buckets[-1], -len(_runs(buckets[-1].params[::-1], edge_bytes)[0]))
         buckets.sort(key=launch_order)  # what is left of the last one may finish before its neighbours of another dtype
-    return buckets + [part for p in last for part in FlatBuffer.of([p])]
+    return buckets + [part for p in last for part in FlatBuffer.ranges_of([p])]
 
 
 def _runs(params: Sequence[Parameter], limit_bytes: int) -> list[tuple[Parameter, ...]]:
@@ -271,7 +271,7 @@ def _runs(params: Sequence[Parameter], limit_bytes: int) -> list[tuple[Parameter
 def _split(bucket: FlatRange, index: int) -> list[FlatRange]:
     """Cut a bucket in two before its parameter `index`; one if a part would be empty."""
     parts = (bucket.params[:index], bucket.params[index:])
-    return [FlatRange(bucket.flat, part) for part in parts if part]
+    return [FlatRange.over(part) for part in parts if part]
 
 
 def _from_triple(name: str, size: int, dtype: Any) -> Parameter:

@@ -11,7 +11,6 @@ import numpy as np
 from distributed.comm.communicator import Communicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
-from minigrad.flat import FlatBuffer
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, Module
 from minigrad.parameter import Parameter
@@ -119,8 +118,8 @@ def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: i
     # One by one: a rank may have placed them in its flats in an order of its own.
     for work in [comm.broadcast(p.data, root=root) for p in params]:
         work.wait()
-    for part in FlatBuffer.of(params):
-        part.note_change("broadcast")
+    for p in params:
+        p.note_change("broadcast")
 
 
 def check_layout(params: Iterable[Parameter | Buffer], comm: Communicator) -> None:

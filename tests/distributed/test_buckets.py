@@ -86,7 +86,7 @@ def test_what_an_edge_leaves_is_launched_where_it_is_finished(monkeypatch):
 
 def test_parameters_that_are_left_out_leave_a_gap_that_no_bucket_spans():
     params = make(a=1, b=1, c=1, d=1)
-    FlatBuffer.of(params)
+    FlatBuffer.adopt(params)
     assert plan([params[0], params[1], params[3]], 100) == "d | b a"
 
 
@@ -119,7 +119,7 @@ def test_no_parameters_make_no_bucket():
 
 def test_memory_in_another_order_is_cut_as_it_lies():
     a, b, c = params = make(a=1, b=1, c=1)
-    FlatBuffer.of([c, b, a])  # in memory: a b c
+    FlatBuffer.adopt([c, b, a])  # in memory: a b c
     assert plan(params, 2) == "c | a b"
     assert plan(params, 1) == "c | b | a"
 

@@ -37,7 +37,7 @@ SHAPES = [(2, 3), (3,), (), (0, 4), (3, 1)]
 def test_parameters_lie_side_by_side_in_reverse_order() -> None:
     params = make(*SHAPES)
     before = [p.data.copy() for p in params]
-    (part,) = mg.FlatBuffer.of(params)
+    (part,) = mg.FlatBuffer.adopt(params)
     assert names(part) == ["p4", "p3", "p2", "p1", "p0"]
     assert (part.start, part.stop) == (0, 13)
     np.testing.assert_array_equal(part.data, np.concatenate([a.ravel() for a in reversed(before)]))
@@ -50,7 +50,7 @@ def test_parameters_lie_side_by_side_in_reverse_order() -> None:
 def test_gradients_that_exist_move_along() -> None:
     first, second = make((2,), (2,))
     first.grad = np.array([5.0, 6.0])
-    (part,) = mg.FlatBuffer.of([first, second])
+    (part,) = mg.FlatBuffer.adopt([first, second])
     np.testing.assert_array_equal(first.grad, [5, 6])
     assert second.grad is None
     np.testing.assert_array_equal(part.grad, [0, 0, 5, 6])
@@ -60,48 +60,59 @@ def test_gradients_that_exist_move_along() -> None:
 def test_one_flat_for_each_dtype() -> None:
     params = [*make((2,), (3,)), *(mg.Parameter(np.ones(2, np.float32), f"half{i}") for i in range(2))]
     mixed = [params[0], params[2], params[1], params[3]]
-    ranges = mg.FlatBuffer.of(mixed)
+    ranges = mg.FlatBuffer.adopt(mixed)
     assert [names(part) for part in ranges] == [["half1", "half0"], ["p1", "p0"]]
     assert [part.data.dtype for part in ranges] == [np.float32, np.float64]
 
 
 def test_asking_again_moves_nothing() -> None:
     params = make(*SHAPES)
-    (part,) = mg.FlatBuffer.of(params)
+    (part,) = mg.FlatBuffer.adopt(params)
     data, grad = part.flat.data, part.flat.grad
-    assert mg.FlatBuffer.of(params) == [part]
-    assert mg.FlatBuffer.of(reversed(params)) == [part]
+    assert mg.FlatBuffer.ranges_of(params) == [part]
+    assert mg.FlatBuffer.ranges_of(reversed(params)) == [part]
     assert part.flat.data is data
     assert part.flat.grad is grad
 
 
+def test_the_question_where_parameters_lie_moves_nothing() -> None:
+    params = make((2,), (3,))
+    data = [p.data for p in params]
+    with pytest.raises(ValueError, match=r"^'p1' lies in no FlatBuffer; call FlatBuffer\.adopt first$"):
+        mg.FlatBuffer.ranges_of(params)
+    assert all(p.flat is None and p.data is before for p, before in zip(params, data, strict=True))
+
+
 def test_ranges_are_maximal_contiguous_and_hold_exactly_these() -> None:
     params = make(*[(2,)] * 6)
-    mg.FlatBuffer.of(params)
+    mg.FlatBuffer.adopt(params)
     p0, p1, _, p3, p4, p5 = params
-    assert [names(part) for part in mg.FlatBuffer.of([p0, p1, p3, p4, p5])] == [["p5", "p4", "p3"], ["p1", "p0"]]
-    assert [names(part) for part in mg.FlatBuffer.of([p5, p0])] == [["p0"], ["p5"]]  # the last one given comes first
-    for part in mg.FlatBuffer.of([p0, p1, p3]):
+    assert [names(part) for part in mg.FlatBuffer.ranges_of([p0, p1, p3, p4, p5])] == [["p5", "p4", "p3"], ["p1", "p0"]]
+    assert [names(part) for part in mg.FlatBuffer.ranges_of([p5, p0])] == [
+        ["p0"],
+        ["p5"],
+    ]  # the last one given comes first
+    for part in mg.FlatBuffer.ranges_of([p0, p1, p3]):
         np.testing.assert_array_equal(part.data, np.concatenate([p.data for p in part.params]))
 
 
 def test_a_subset_first_and_the_whole_later() -> None:
     p0, p1, p2, p3 = make(*[(2,)] * 4)
-    (subset,) = mg.FlatBuffer.of([p1, p2])
-    ranges = mg.FlatBuffer.of([p0, p1, p2, p3])
+    (subset,) = mg.FlatBuffer.adopt([p1, p2])
+    ranges = mg.FlatBuffer.adopt([p0, p1, p2, p3])
     assert [names(part) for part in ranges] == [["p3", "p0"], ["p2", "p1"]]
     assert ranges[1] == subset
 
 
 def test_a_parameter_given_twice_counts_once() -> None:
     p0, p1 = make((2,), (2,))
-    (part,) = mg.FlatBuffer.of([p0, p1, p0])
+    (part,) = mg.FlatBuffer.adopt([p0, p1, p0])
     assert sorted(names(part)) == ["p0", "p1"]
     assert part.data.size == 4
 
 
 def test_no_parameters_no_ranges() -> None:
-    assert mg.FlatBuffer.of([]) == []
+    assert mg.FlatBuffer.adopt([]) == mg.FlatBuffer.ranges_of([]) == []
 
 
 def test_two_parameters_of_one_name_are_refused() -> None:
@@ -109,8 +120,8 @@ def test_two_parameters_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         check_names([mg.Parameter(np.ones(2), "w"), mg.Parameter(np.ones(3), "w")])
     with pytest.raises(ValueError, match="parameter names must be unique"):
-        mg.FlatBuffer.of([mg.Parameter(np.ones(2), "w"), mg.Parameter(np.ones(3), "w")])
-    mg.FlatBuffer.of([mg.Parameter(np.ones(2)), mg.Parameter(np.ones(3))])  # nameless ones may
+        mg.FlatBuffer.adopt([mg.Parameter(np.ones(2), "w"), mg.Parameter(np.ones(3), "w")])
+    mg.FlatBuffer.adopt([mg.Parameter(np.ones(2)), mg.Parameter(np.ones(3))])  # nameless ones may
 
 
 # -- who asks first -----------------------------------------------------------------------
@@ -128,7 +139,7 @@ def train(params: list[mg.Parameter], optimizer: mg.optim.Optimizer, steps: rang
 def test_an_optimizer_does_not_care_who_else_owns_ranges(first: str, later: str) -> None:
     def claim(who: str, params: list[mg.Parameter]) -> None:
         parts = {"nobody": [], "whole": params, "subset": params[1:], "other_order": params[::-1]}[who]
-        for part in mg.FlatBuffer.of(parts):
+        for part in mg.FlatBuffer.adopt(parts):
             part.grad[...] += 0
 
     rule = mg.optim.AdamW(lr=0.1)
@@ -148,7 +159,7 @@ def test_an_optimizer_does_not_care_who_else_owns_ranges(first: str, later: str)
 def test_loading_after_both_is_seen_by_the_next_step() -> None:
     (w,) = make((2, 2))
     optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=1.0))
-    (part,) = mg.FlatBuffer.of([w])
+    (part,) = mg.FlatBuffer.adopt([w])
     w.data = np.full((2, 2), 10.0)
     w.grad = np.ones((2, 2))
     np.testing.assert_array_equal(part.data, np.full(4, 10.0))
@@ -161,7 +172,7 @@ def test_loading_after_both_is_seen_by_the_next_step() -> None:
 
 def test_assigning_data_and_grad_copies_in() -> None:
     (w,) = make((2, 2))
-    (part,) = mg.FlatBuffer.of([w])
+    (part,) = mg.FlatBuffer.adopt([w])
     data, grad = np.ones((2, 2), np.float32), np.full((2, 2), 2.0)
     w.data, w.grad = data, grad
     data += 5
@@ -189,7 +200,7 @@ def test_assigning_another_shape_is_refused(attribute: str, value: Any) -> None:
 def test_the_first_contribution_overwrites_and_later_ones_add(owned: bool) -> None:
     (w,) = make((2,))
     if owned:
-        mg.FlatBuffer.of([w])
+        mg.FlatBuffer.adopt([w])
     for expected in (3.0, 6.0):
         mg.backward((3 * w).sum())
         np.testing.assert_array_equal(w.grad, [expected] * 2)
@@ -201,7 +212,7 @@ def test_the_first_contribution_overwrites_and_later_ones_add(owned: bool) -> No
 
 def test_a_gradient_that_no_backward_reached_reads_as_zeros_in_a_range() -> None:
     params = make((2,), (2,), (2,))
-    (part,) = mg.FlatBuffer.of(params)
+    (part,) = mg.FlatBuffer.adopt(params)
     for _ in range(2):  # the second time stale values lie there
         mg.backward(params[1].sum())
         np.testing.assert_array_equal(part.grad, [0, 0, 1, 1, 0, 0])
@@ -211,7 +222,7 @@ def test_a_gradient_that_no_backward_reached_reads_as_zeros_in_a_range() -> None
 
 def test_zero_grad_touches_no_memory() -> None:
     (w,) = make((2,))
-    (part,) = mg.FlatBuffer.of([w])
+    (part,) = mg.FlatBuffer.adopt([w])
     w.grad = np.array([1.0, 2.0])
     grad = part.flat.grad
     tracemalloc.start()
@@ -274,7 +285,7 @@ def test_a_holder_can_let_go_and_leave_the_gradient_as_it_is() -> None:
 
 def test_a_backward_that_accumulates_is_fine_while_nobody_holds_gradients() -> None:
     (w,) = make((2,))
-    mg.FlatBuffer.of([w])
+    mg.FlatBuffer.adopt([w])
     mg.backward(w.sum())
     mg.backward(w.sum())
     np.testing.assert_array_equal(w.grad, [2, 2])
@@ -285,7 +296,7 @@ def test_a_backward_that_accumulates_is_fine_while_nobody_holds_gradients() -> N
 
 def test_gradients_move_into_other_memory_with_their_values_and_freshness() -> None:
     params = make(*SHAPES)
-    (part,) = mg.FlatBuffer.of(params)
+    (part,) = mg.FlatBuffer.adopt(params)
     params[0].grad = np.full((2, 3), 7.0)
     storage = np.full(13, np.nan)
     part.flat.move_grad(storage)
@@ -305,14 +316,14 @@ def test_gradients_move_into_other_memory_with_their_values_and_freshness() -> N
 
 @pytest.mark.parametrize("storage", [np.zeros(12), np.zeros(13, np.float32), np.zeros(26)[::2], np.zeros((13, 1))])
 def test_memory_for_gradients_must_fit(storage: np.ndarray[Any, Any]) -> None:
-    (part,) = mg.FlatBuffer.of(make(*SHAPES))
+    (part,) = mg.FlatBuffer.adopt(make(*SHAPES))
     with pytest.raises(ValueError, match=r"move_grad needs contiguous memory of float64\[13\], got float"):
         part.flat.move_grad(storage)
 
 
 def test_held_gradients_do_not_move() -> None:
     params = make(*SHAPES)
-    (part,) = mg.FlatBuffer.of(params)
+    (part,) = mg.FlatBuffer.adopt(params)
     params[1].hold = IN_USE
     with pytest.raises(RuntimeError, match=r"^move_grad of 'p1': its grad is being counted; call done\(\) first$"):
         part.flat.move_grad(np.zeros(13))

@@ -98,7 +98,7 @@ def test_float32_stays_float32_and_learns() -> None:
 
 def test_flat_memory_is_on_the_gpu_and_views_follow() -> None:
     model = MLP([3, 4, 2], dtype=np.float64, device="cuda")
-    (part,) = FlatBuffer.of(model.parameters())
+    (part,) = FlatBuffer.adopt(model.parameters())
     assert xp_of(part.data) is cupy
     mg.backward(mg.mean(model(to_device(np.ones((2, 3))))))
     np.testing.assert_array_equal(

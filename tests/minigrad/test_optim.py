@@ -151,7 +151,7 @@ def test_a_stale_gradient_of_a_parameter_that_was_frozen_is_not_used_again() -> 
 def test_two_optimizers_may_share_a_model() -> None:
     shapes = [(2,), (2, 2), (3,), (2, 1)]
     params, alone = make(*shapes), make(*shapes)
-    mg.FlatBuffer.of(params)
+    mg.FlatBuffer.adopt(params)
     rules = [AdamW(0.1), SGD(0.1, momentum=0.9, weight_decay=0.1), AdamW(0.2), AdamW(0.1)]
     shared = [
         Optimizer([params[0], params[3]], rules[0]),  # two ranges
