@@ -26,6 +26,16 @@ def xp_of(array: object) -> ModuleType:
     return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np
 
 
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is float16 or bfloat16."""
+    return dtype.itemsize == 2 and dtype.kind in "fV"
+
+
+def widened(array: Array) -> Array:
+    """Return `array`, half precision in float32: float16 ends at 65504, which sums and squares soon reach."""
+    return array.astype(np.float32) if is_half(array.dtype) else array
+
+
 def to_host(array: Array) -> Array:
     """Return `array` as a NumPy array: itself, or a copy from the GPU."""
     xp = xp_of(array)

@@ -1,11 +1,13 @@
 """Update rules on flat arrays, and the Optimizer that applies one to a model's parameters.
 
 A rule is elementwise and works in place on any slice: it knows nothing of layers, which is why a
-sharded optimizer needs no second implementation.
+sharded optimizer needs no second implementation. Its state is at least float32: in float16 an eps of 1e-8
+is 0, and so are squares of small gradients.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,12 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
-from minigrad.backend import Array, xp_of
+from minigrad.backend import Array, widened, xp_of
 from minigrad.flat import FlatBuffer, FlatRange, zero_grad
+from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter, check_usable
 
 LearningRate = float | Callable[[int], float]
-_BLOCK = 1 << 16  # elements: each block's operands stay in the cache over the passes of an update
 
 
 class Rule(Protocol):
@@ -53,17 +55,11 @@ class SGD:
     weight_decay: float = 0.0
 
     def init(self, data: Array) -> dict[str, Array]:
-        return {"velocity": xp_of(data).zeros_like(data)} if self.momentum else {}
+        return {"velocity": _zeros(data)} if self.momentum else {}
 
     def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
-        if decay and self.weight_decay:
-            grad = grad + self.weight_decay * data
-        if self.momentum:
-            velocity = state["velocity"]
-            velocity *= self.momentum
-            velocity += grad
-            grad = velocity
-        data -= lr * grad
+        weight_decay = self.weight_decay if decay else 0.0
+        kernels_of(data, grad, *state.values()).sgd(data, grad, state.get("velocity"), lr, self.momentum, weight_decay)
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,7 @@ class AdamW:
     weight_decay: float = 0.01
 
     def init(self, data: Array) -> dict[str, Array]:
-        xp = xp_of(data)
-        return {"m": xp.zeros_like(data), "v": xp.zeros_like(data)}
+        return {"m": _zeros(data), "v": _zeros(data)}
 
     def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
         beta1, beta2 = self.betas
@@ -91,27 +86,12 @@ class AdamW:
         # w -= lr/c1 m / (sqrt(v)/c2 + eps), with both corrections folded into two numbers
         rate, eps = lr / correction1 * correction2, self.eps * correction2
         keep = 1 - lr * self.weight_decay if decay else 1.0
-        xp = xp_of(data)
-        block = _BLOCK if xp is np else max(1, data.size)  # a GPU wants few, large kernels
-        scratch = xp.empty_like(data[:block])
-        for start in range(0, data.size, block):
-            part = slice(start, start + block)
-            w, g, m, v = data[part], grad[part], state["m"][part], state["v"][part]
-            t = scratch[: w.size]
-            xp.subtract(g, m, t)
-            t *= 1 - beta1
-            m += t
-            xp.multiply(g, g, t)
-            t -= v
-            t *= 1 - beta2
-            v += t
-            xp.sqrt(v, t)
-            t += eps
-            xp.divide(m, t, t)
-            t *= rate
-            if keep != 1.0:
-                w *= keep
-            w -= t
+        m, v = state["m"], state["v"]
+        kernels_of(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
+
+
+def _zeros(data: Array) -> Array:
+    return xp_of(data).zeros_like(widened(data[:0]), shape=data.shape)
 
 
 class Optimizer:
@@ -180,39 +160,51 @@ class Optimizer:
 def grad_square_sum(params: Iterable[Parameter]) -> float:
     """Return the sum of squares of all gradients; of ranks that hold different parameters, the sums add.
 
+    It is added up in float64, so that it is finite for all finite gradients but the largest of float64.
+
     Raises:
         RuntimeError: somebody holds one of the gradients.
     """
     params = list(params)
     check_usable(params, "the norm of")
-    total = 0.0
-    for part in FlatBuffer.adopt(params):
-        grad = part.grad
-        total += float(xp_of(grad).vdot(grad, grad))
-    return total
+    return sum(kernels_of(part.grad).square_sum(part.grad) for part in FlatBuffer.adopt(params))
 
 
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients by max_norm / norm if the norm of the whole model's gradient is larger than max_norm.
+
+    A norm that is infinite or nan scales nothing: gradients of 0 would hide it.
 
     Raises:
         ValueError: max_norm is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    if norm > max_norm:
+    if norm > max_norm and math.isfinite(norm):
         for part in FlatBuffer.adopt(params):
             grad = part.grad
-            grad *= max_norm / norm
+            kernels_of(grad).scale(grad, max_norm / norm)
 
 
 def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
     """Clip the gradients of a model that lives in this process by their global norm.
 
     Returns:
-        The norm before clipping.
+        The norm before clipping. Gradients stay as they are where it is infinite or nan.
     Source: Pascanu et al. 2013.
     """
-    norm = grad_square_sum(params) ** 0.5
+    norm = _norm(params)
     scale_to_norm(params, norm, max_norm)
     return norm
+
+
+def _norm(params: Sequence[Parameter]) -> float:
+    total = grad_square_sum(params)
+    if 1e-280 < total < 1e280 or math.isnan(total):
+        return math.sqrt(total)
+    grads = [part.grad for part in FlatBuffer.adopt(params) if part.grad.size]
+    largest = max((float(abs(grad).max()) for grad in grads), default=0.0)
+    if largest == 0 or math.isinf(largest):
+        return largest
+    # All gradients are finite, but their squares overflowed float64, or vanished.
+    return largest * math.sqrt(sum(kernels_of(grad).square_sum(grad.astype(np.float64) / largest) for grad in grads))

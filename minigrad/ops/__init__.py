@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minigrad.ops.activation import leaky_relu, relu, sigmoid, silu, softplus
+from minigrad.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softplus
 from minigrad.ops.attention import causal_attention, scaled_dot_product_attention
 from minigrad.ops.conv import avg_pool2d, conv2d, max_pool2d
 from minigrad.ops.einsum_op import einsum
@@ -27,7 +27,6 @@ from minigrad.ops.elementwise import (
     sub,
     tanh,
 )
-from minigrad.ops.gelu_op import gelu
 from minigrad.ops.indexing import getitem, split
 from minigrad.ops.linalg import linear, matmul, outer
 from minigrad.ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minigrad.backend import Array, xp_of
-from minigrad.ops.nn import widened
+from minigrad.backend import Array, widened, xp_of
+from minigrad.kernels import kernels_of
 from minigrad.tape import Joint, Vjp, op
 
 Backward = Callable[[Array, Array, Array, Array], None]  # backward(g, dq, dk, dv) writes into all but g
@@ -142,23 +142,15 @@ def _attend_at_once(
     xp, num_queries, num_keys = xp_of(q), q.shape[-2], k.shape[-2]
     if xp is np:  # which has no fast product of half precision matrices, as a GPU has
         q, k, v = widened(q), widened(k), widened(v)
-    scale = q.shape[-1] ** -0.5
-    safe = _scores_are_small(q, k, scale)
+    kernels, scale = kernels_of(q, k, v), q.shape[-1] ** -0.5
+    small = _scores_are_small(q, k, scale)
 
     def weights(rows: slice, end: int) -> tuple[Array, Array]:
         """Return exp of these rows' scores with the keys before `end`, and one over its row sums."""
-        s = (q[..., rows, :] * scale) @ k[..., :end, :].swapaxes(-1, -2)
-        if causal:
-            xp.copyto(s[..., rows], -np.inf, where=~xp.tri(s.shape[-2], dtype=bool))
-        if mask is not None:
-            xp.copyto(s, -np.inf, where=~mask[..., rows, :end])
-        if not safe:
-            top = s.max(axis=-1, keepdims=True)
-            s -= xp.where(top == -np.inf, 0, top)
-        e = xp.exp(s, s)
-        total = e @ xp.ones((end, 1), e.dtype)  # a GEMV is faster than sum(-1)
-        total[total == 0] = 1  # nothing to see: e is zero, and so is y
-        return e, 1 / total
+        scores = (q[..., rows, :] * scale) @ k[..., :end, :].swapaxes(-1, -2)
+        seen = None if mask is None else mask[..., rows, :end]
+        weights: tuple[Array, Array] = kernels.attention_weights(scores, rows.start if causal else None, seen, small)
+        return weights
 
     blocks = []  # of each: its rows, the end of its keys, its weights if they are kept
     for start in range(0, max(1, num_queries), block):
@@ -176,9 +168,7 @@ def _attend_at_once(
             gr = g[..., rows, :] * r
             dv_part = e.swapaxes(-1, -2) @ gr
             gr *= scale
-            ds = gr @ v[..., :end, :].swapaxes(-1, -2)
-            ds -= xp.einsum("...d,...d->...", gr, y[..., rows, :])[..., None]
-            ds *= e
+            ds = kernels.attention_dscores(gr @ v[..., :end, :].swapaxes(-1, -2), e, gr, y[..., rows, :])
             dq[..., rows, :] = ds @ k[..., :end, :]
             dk_part = ds.swapaxes(-1, -2) @ q[..., rows, :]
             if rows.stop == num_queries:  # the last block comes first and reaches every key

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array, scatter_add_rows, xp_of
-from minigrad.ops.operands import axes_of, is_half
+from minigrad.backend import Array, is_half, scatter_add_rows, xp_of
+from minigrad.ops.operands import axes_of
 from minigrad.tape import op
 from minigrad.tensor import Tensor
 

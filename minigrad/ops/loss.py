@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from minigrad.backend import Array, xp_of
-from minigrad.ops.nn import widened
+from minigrad.backend import Array, widened, xp_of
+from minigrad.kernels import kernels_of
 from minigrad.tape import Vjp, op
 
 
@@ -44,37 +44,26 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: reduction must be 'mean' or 'sum', got {reduction!r}")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"cross_entropy: label_smoothing must be in [0, 1), got {label_smoothing}")
-    xp, shape, dtype, num_classes = xp_of(logits), logits.shape, logits.dtype, logits.shape[-1]
-    where = targets.reshape(-1)
-    ignored = None if ignore_index is None else where == ignore_index
-    if ignored is not None:
-        where = xp.where(ignored, 0, where)
-    if where.size and (where.min() < 0 or where.max() >= num_classes):
-        raise IndexError(f"cross_entropy: targets must be in [0, {num_classes}), got {where.min()} to {where.max()}")
-    num_ignored = 0 if ignored is None else int(ignored.sum())
+    shape, dtype, num_classes = logits.shape, logits.dtype, logits.shape[-1]
+    xp, where = xp_of(logits), targets.reshape(-1)
+    ignored = xp.zeros(where.shape, bool) if ignore_index is None else where == ignore_index
+    counted = xp.where(ignored, 0, where)
+    if where.size and (counted.min() < 0 or counted.max() >= num_classes):
+        raise IndexError(
+            f"cross_entropy: targets must be in [0, {num_classes}), got {counted.min()} to {counted.max()}"
+        )
+    num_ignored = 0 if ignore_index is None else int(ignored.sum())
     n = where.size - num_ignored
     if n == 0 and reduction == "mean":
         raise ValueError(
             f"cross_entropy: needs at least one prediction, got logits of shape {shape}, targets ignored: {num_ignored}"
         )
+    where = xp.where(ignored, -1, where.astype(np.int64, copy=False))
     weight = 1 / n if reduction == "mean" else 1.0
-    rows, smooth = xp.arange(where.size), label_smoothing / num_classes
-
-    p = widened(logits).reshape(-1, num_classes)
-    p = p - p.max(axis=1, keepdims=True)
-    losses = (label_smoothing - 1) * p[rows, where]
-    if smooth:
-        losses -= smooth * p.sum(axis=1)
-    total = xp.exp(p, p).sum(axis=1)
-    losses += xp.log(total)
-    p *= (weight / total)[:, None]
-    if smooth:
-        p -= weight * smooth
-    p[rows, where] -= weight * (1 - label_smoothing)
-    if ignored is not None:  # selected, not multiplied by 0: their logits may be infinite
-        losses[ignored], p[ignored] = 0, 0
+    rows = logits.reshape(-1, num_classes)
+    losses, dlogits = kernels_of(logits).cross_entropy(rows, where, label_smoothing, weight)
     loss = (losses.sum() * weight).astype(dtype)
-    return loss, (lambda g: (p * g).reshape(shape).astype(dtype, copy=False), None)
+    return loss, (lambda g: (dlogits * g).reshape(shape).astype(dtype, copy=False), None)
 
 
 @op
@@ -98,7 +87,8 @@ def mse(x: Array, target: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
 
 @op
 def binary_cross_entropy_with_logits(logits: Array, targets: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
-    """Average -t log s(x) - (1 - t) log(1 - s(x)), s the logistic function; stable: max(x, 0) - x t + log(1 + e^-|x|).
+    """Average -t log s(x) - (1 - t) log(1 - s(x)), s the logistic function; stable: |x| d + log(1 + e^-|x|),
+    d = 1 - t where x > 0, else t.
 
     d/dx = (s(x) - t) / n, d/dt = -x / n.
 
@@ -115,7 +105,9 @@ def binary_cross_entropy_with_logits(logits: Array, targets: Array) -> tuple[Arr
     x = widened(logits)
     t = targets.astype(x.dtype, copy=False)
     e = xp.exp(-abs(x))
-    loss = ((xp.maximum(x, 0) - x * t + xp.log1p(e)).sum() / n).astype(dtype)
+    wrong = xp.where(x > 0, 1 - t, t)  # how far the target is from what the sign of x says
+    far = kernels_of(x).select(abs(x), wrong != 0) * wrong  # an infinite logit may be right
+    loss = ((far + xp.log1p(e)).sum() / n).astype(dtype)
     difference = xp.exp(xp.minimum(x, 0)) / (1 + e) - t
     return loss, (
         lambda g: (difference * (widened(g) / n)).astype(dtype, copy=False),

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
-import numpy as np
-
-from minigrad.backend import Array, scatter_add_rows, xp_of
-from minigrad.ops.operands import half_in_float32, is_half
+from minigrad.backend import Array, widened, xp_of
+from minigrad.kernels import kernels_of
 from minigrad.tape import Vjp, op
 
 
-def widened(x: Array) -> Array:
-    """Return `x`, half precision in float32: float16 ends at 65504, which sums and squares of a row soon reach."""
-    return x.astype(np.float32) if is_half(x.dtype) else x
-
-
 @op
-@half_in_float32
 def softmax(x: Array, *, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
     """Exponentiate and divide by the sum along `axis`, stable. dx = y (g - sum(g y))."""
-    xp = xp_of(x)
-    y = xp.exp(x - x.max(axis=axis, keepdims=True))
-    y /= y.sum(axis=axis, keepdims=True)
-
-    def vjp(g: Array) -> Array:
-        dx = g * y
-        dx -= y * dx.sum(axis=axis, keepdims=True)
-        return dx
-
-    return y, (vjp,)
+    kernels = kernels_of(x)
+    y = kernels.softmax(_along_rows(x, axis))
+    return _back_from_rows(y, x.shape, axis), (
+        lambda g: _back_from_rows(kernels.softmax_dx(_along_rows(g, axis), y), g.shape, axis),
+    )
 
 
 @op
-@half_in_float32
 def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
     """Take the logarithm of softmax along `axis`, stable. dx = g - exp(y) sum(g)."""
-    xp = xp_of(x)
-    y = x - x.max(axis=axis, keepdims=True)
-    y -= xp.log(xp.exp(y).sum(axis=axis, keepdims=True))
-    return y, (lambda g: g - xp.exp(y) * g.sum(axis=axis, keepdims=True),)
+    kernels = kernels_of(x)
+    y = kernels.log_softmax(_along_rows(x, axis))
+    return _back_from_rows(y, x.shape, axis), (
+        lambda g: _back_from_rows(kernels.log_softmax_dx(_along_rows(g, axis), y), g.shape, axis),
+    )
 
 
 @op
@@ -52,27 +39,20 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = 1e-5) -> tupl
         x: (..., n), gain: (n,), bias: (n,).
     Source: Ba et al. 2016, Layer normalization.
     """
-    xp, shape, dtype, n = xp_of(x), x.shape, x.dtype, x.shape[-1]
-    rows = widened(x).reshape(-1, n)
-    average = xp.full((n, 1), 1 / n, rows.dtype)  # row means as GEMV: faster than mean(axis=-1)
-    h = rows - rows @ average
-    inverse = _inverse_rms(h, eps)
-    h *= inverse
-    y = h * gain
-    y += bias
+    kernels, rows, shape, bias_dtype = kernels_of(x, gain, bias), _rows(x), x.shape, bias.dtype
+    y, mean, inverse = kernels.layer_norm(rows, gain, bias, eps)
 
     def vjp_x(g: Array) -> Array:
-        t = widened(g).reshape(-1, n) * gain
-        t -= t @ average
-        return _through_rms(t, h, inverse).reshape(shape).astype(dtype, copy=False)
+        return kernels.layer_norm_dx(_rows(g), rows, mean, inverse, gain).reshape(shape)
+
+    def vjp_gain(g: Array) -> Array:
+        return kernels.layer_norm_dgain(_rows(g), rows, mean, inverse).astype(gain.dtype, copy=False)
 
     def vjp_bias(g: Array) -> Array:
-        g = widened(g).reshape(-1, n)
-        return (xp.ones(len(g), g.dtype) @ g).astype(bias_dtype, copy=False)
+        g = _rows(widened(g))
+        return (xp_of(g).ones(len(g), g.dtype) @ g).astype(bias_dtype, copy=False)
 
-    bias_dtype = bias.dtype
-    y = y.reshape(shape).astype(xp.result_type(x, gain, bias), copy=False)
-    return y, (vjp_x, _vjp_gain(h, gain.dtype), vjp_bias)
+    return y.reshape(shape), (vjp_x, vjp_gain, vjp_bias)
 
 
 @op
@@ -85,36 +65,32 @@ def rms_norm(x: Array, gain: Array, *, eps: float = 1e-5) -> tuple[Array, tuple[
         x: (..., n), gain: (n,).
     Source: Zhang and Sennrich 2019, Root mean square layer normalization.
     """
-    shape, dtype, n = x.shape, x.dtype, x.shape[-1]
-    rows = widened(x).reshape(-1, n)
-    inverse = _inverse_rms(rows, eps)
-    h = rows * inverse
+    kernels, rows, shape = kernels_of(x, gain), _rows(x), x.shape
+    y, inverse = kernels.rms_norm(rows, gain, eps)
 
     def vjp_x(g: Array) -> Array:
-        t = widened(g).reshape(-1, n) * gain
-        return _through_rms(t, h, inverse).reshape(shape).astype(dtype, copy=False)
+        return kernels.rms_norm_dx(_rows(g), rows, inverse, gain).reshape(shape)
 
-    y = (h * gain).reshape(shape).astype(xp_of(x).result_type(x, gain), copy=False)
-    return y, (vjp_x, _vjp_gain(h, gain.dtype))
+    def vjp_gain(g: Array) -> Array:
+        return kernels.rms_norm_dgain(_rows(g), rows, inverse).astype(gain.dtype, copy=False)
 
-
-def _inverse_rms(rows: Array, eps: float) -> Array:
-    """Return 1 / sqrt(mean of squares + eps) of each row, as a column."""
-    xp = xp_of(rows)
-    return 1 / xp.sqrt(xp.einsum("ij,ij->i", rows, rows)[:, None] / rows.shape[1] + eps)
+    return y.reshape(shape), (vjp_x, vjp_gain)
 
 
-def _through_rms(t: Array, h: Array, inverse: Array) -> Array:
-    """Turn t, the gradient by h = rows inverse, into the gradient by the rows, in place."""
-    t -= h * (xp_of(t).einsum("ij,ij->i", t, h)[:, None] / h.shape[1])
-    t *= inverse
-    return t
+def _rows(x: Array) -> Array:
+    """Return x as one matrix: all axes but the last become one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _vjp_gain(h: Array, dtype: Any) -> Vjp:
-    """Return the vjp of h gain by the gain, (n,)."""
-    xp, n = xp_of(h), h.shape[1]
-    return lambda g: xp.einsum("ij,ij->j", widened(g).reshape(-1, n), h).astype(dtype, copy=False)
+def _along_rows(x: Array, axis: int) -> Array:
+    """Return x as a matrix with `axis` along its rows."""
+    return _rows(xp_of(x).moveaxis(x, axis, -1))
+
+
+def _back_from_rows(rows: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Undo `_along_rows` for an array of this shape."""
+    moved = [n for i, n in enumerate(shape) if i != axis % len(shape)]
+    return xp_of(rows).moveaxis(rows.reshape(*moved, shape[axis]), -1, axis)
 
 
 @op
@@ -128,21 +104,15 @@ def embedding(table: Array, ids: Array) -> tuple[Array, tuple[Vjp, None]]:
         TypeError: ids are not integers.
         IndexError: an id is out of range.
     """
-    xp, (num_rows, width) = xp_of(table), table.shape
+    num_rows, width = table.shape
     if ids.dtype.kind not in "iu":
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}")
     if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
         raise IndexError(f"embedding: ids must be in [0, {num_rows}), got {ids.min()} to {ids.max()}")
-    rows, dtype = ids.reshape(-1), table.dtype
+    kernels, rows, dtype = kernels_of(table), ids.reshape(-1), table.dtype
 
     def vjp(g: Array) -> Array:
-        g = widened(g).reshape(-1, width)  # a row may be the sum of thousands
-        if num_rows <= 256:  # a product with the one-hot matrix is faster than any scatter
-            dtable = (xp.arange(num_rows)[:, None] == rows).astype(g.dtype) @ g
-        else:
-            dtable = xp.zeros((num_rows, width), g.dtype)
-            scatter_add_rows(dtable, rows, g)
-        return dtable.astype(dtype, copy=False)
+        return kernels.embedding_dtable(g.reshape(-1, width), rows, num_rows).astype(dtype, copy=False)
 
     return table.take(rows, axis=0).reshape(*ids.shape, width), (vjp, None)
 
@@ -155,12 +125,10 @@ def dropout(x: Array, *, keep: Array, rate: float) -> tuple[Array, tuple[Vjp]]:
         keep: booleans of x's shape, for example from `rng.keep_mask`.
         rate: the share that is dropped, in [0, 1).
     """
+    kernels, scale = kernels_of(x), 1 / (1 - rate)
     keep = xp_of(x).asarray(keep)
-    scale = 1 / (1 - rate)
 
     def drop(v: Array) -> Array:
-        y = v * keep
-        y *= scale
-        return y
+        return kernels.select(v, keep, scale)
 
     return drop(x), (drop,)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array, xp_of
+from minigrad.backend import Array, is_half, xp_of
 
 Vjp = Callable[[Array], Array]
 Axis = int | tuple[int, ...] | None
@@ -100,11 +100,6 @@ def unbroadcast(g: Array, shape: tuple[int, ...]) -> Array:
     extra = g.ndim - len(shape)
     stretched = tuple(extra + i for i, n in enumerate(shape) if n == 1 and g.shape[extra + i] != 1)
     return add_up(g, axis=(*range(extra), *stretched)).reshape(shape)
-
-
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype is float16 or bfloat16."""
-    return dtype.itemsize == 2 and dtype.kind in "fV"
 
 
 def add_up(x: Array, *, axis: Axis = None, keepdims: bool = False) -> Array:

@@ -9,7 +9,8 @@ import pytest
 
 import minigrad as mg
 from minigrad.backend import Array
-from minigrad.optim import _BLOCK, SGD, AdamW, Optimizer, clip_by_global_norm, grad_square_sum, scale_to_norm
+from minigrad.kernels.reference import _BLOCK
+from minigrad.optim import SGD, AdamW, Optimizer, clip_by_global_norm, grad_square_sum, scale_to_norm
 
 
 def make(*shapes: tuple[int, ...], dtype: Any = np.float64) -> list[mg.Parameter]:

@@ -37,8 +37,9 @@ RANKS = {"numpy", "distributed.comm", "distributed"}
 EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
 RULES = {
     # Arrays and derivatives; nothing of ranks.
-    "minigrad": Rule({"numpy", "cupy"}, "minigrad.tape -> minigrad.ops.linalg"),
-    "minigrad.ops": Rule(TENSORS, "minigrad.ops.nn -> minigrad.nn.layers"),
+    "minigrad": Rule({"numpy", "cupy", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"),
+    "minigrad.kernels": Rule({"numpy", "numba", "minigrad.backend"}, "minigrad.kernels.cpu -> minigrad.tape"),
+    "minigrad.ops": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.ops.nn -> minigrad.nn.layers"),
     "minigrad.nn": Rule(TENSORS | {"minigrad.ops"}, "minigrad.nn.layers -> minigrad.models.gpt"),
     "minigrad.models": Rule(
         TENSORS | {"minigrad.ops", "minigrad.nn", "safetensors"}, "minigrad.models.gpt -> distributed.stop"
@@ -72,6 +73,7 @@ RULES = {
 SOLE_IMPORTER = {
     "mpi4py": "distributed.comm.mpi",
     "cupy": "minigrad.backend",
+    "numba": "minigrad.kernels.cpu",
     "matplotlib": "pipeline.schedules.drawing.png",
 }
 
