@@ -5,6 +5,7 @@ hooks flow), `ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rn
 """
 
 from minigrad import lr_schedule, models, nn, optim, rng
+from minigrad.anomaly import detect_anomaly
 from minigrad.backprop import (
     DeferredGrads,
     backward,
@@ -21,10 +22,10 @@ from minigrad.hooks import Hooks
 from minigrad.ops import *  # noqa: F403  # the op table's __all__
 from minigrad.ops import __all__ as _op_names
 from minigrad.parameter import Hold, Parameter
+from minigrad.profiler import Profile, profile
 from minigrad.recomputation import recompute
 from minigrad.tape import Joint, Tape, enable_grad, no_grad, op
 from minigrad.tensor import Tensor
-from minigrad.watch import Profile, detect_anomaly, profile
 
 __all__ = [
     "DeferredGrads",

@@ -20,21 +20,21 @@ from typing import Any
 
 from minigrad.backend import Array, xp_of
 from minigrad.hooks import Hooks
+from minigrad.op_hooks import progressing
 from minigrad.parameter import Parameter
 from minigrad.tape import (
     ALREADY_WALKED,
     Node,
+    OpHook,
     Replay,
     Vjp,
-    Watch,
     collect,
-    current_watch,
+    current_hook,
     enable_grad,
     kept_arrays,
     node_order,
 )
 from minigrad.tensor import Tensor, changes
-from minigrad.watch import progressing
 
 Output = Tensor | Sequence[Tensor]
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
@@ -241,7 +241,7 @@ def _walk(
         pending.update(_pending_uses(nodes))
         if hooks.on_start is not None:
             hooks.on_start(tuple(pending))
-    on_grad_ready, between_ops, watch = hooks.on_grad_ready, hooks.between_ops, current_watch()
+    on_grad_ready, between_ops, op_hook = hooks.on_grad_ready, hooks.between_ops, current_hook()
     owned: set[Node] = set()  # nodes whose cotangent is an array that this walk made, so that it may add in place
     left = list(reversed(nodes))  # the next one is at the end
     while left:
@@ -258,11 +258,11 @@ def _walk(
             edges = zip(node.parents, vjps, strict=True)  # type: ignore[arg-type]  # both are None once walked
             node.parents = node.vjps = None
         else:
-            edges = _joint_edges(node, g, watch)
+            edges = _joint_edges(node, g, op_hook)
         if deferred is not None:
             edges = _defer_weights(node, edges, g, deferred)
         for parent, vjp in edges:
-            c = vjp(g) if watch is None else watch.backward(node, vjp, g)
+            c = vjp(g) if op_hook is None else op_hook.backward(node, vjp, g)
             if type(parent) is Node:
                 if parent not in cotangents:
                     cotangents[parent] = c
@@ -293,13 +293,13 @@ def _fire(on_grad_ready: Callable[[Parameter], None], parameter: Parameter) -> N
         raise
 
 
-def _joint_edges(node: Node, g: Array, watch: Watch | None) -> Iterable[Edge]:
+def _joint_edges(node: Node, g: Array, op_hook: OpHook | None) -> Iterable[Edge]:
     """Take the edges off a node with a joint vjp, which runs here: each edge only hands its part over."""
     parents, joint = node.parents, node.vjps
     if parents is None or joint is None:  # two weight halves can meet in a node, such as one w.T for two outputs
         raise RuntimeError(ALREADY_WALKED)
     node.parents = node.vjps = None
-    contributions = joint(g) if watch is None else watch.backward(node, joint, g)  # type: ignore[operator]
+    contributions = joint(g) if op_hook is None else op_hook.backward(node, joint, g)  # type: ignore[operator]
     return [(parent, _constant(c)) for parent, c in zip(parents, contributions, strict=True)]
 
 

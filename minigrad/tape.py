@@ -36,8 +36,8 @@ _node_number = operator.attrgetter("number")
 ALREADY_WALKED = "this tape was already walked and its residuals are freed; run the forward again"
 
 
-class Watch(Protocol):
-    """Somebody who looks at every op as it runs: see `watch.py`."""
+class OpHook(Protocol):
+    """Somebody who runs every op, to measure it, to look at it, or to do something after it: see `op_hooks.py`."""
 
     def forward(self, name: str, function: Any, arrays: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Seen]:
         """Run an op's function; return its value, its vjps, and what to remember on the node."""
@@ -50,17 +50,17 @@ class Watch(Protocol):
 
 
 class Seen(NamedTuple):
-    """What a watch remembers of an op: the path of the module that called it, and its forward's time."""
+    """What a hook remembers of an op: the path of the module that called it, and its forward's time."""
 
     path: str
     seconds: float
 
 
 class Mode(NamedTuple):
-    """How ops run here and now: whether they record, and who watches."""
+    """How ops run here and now: whether they record, and inside which hook."""
 
     recording: bool = True
-    watch: Watch | None = None
+    hook: OpHook | None = None
 
 
 _PLAIN = Mode()
@@ -78,7 +78,7 @@ class Node:
         shape, dtype: of the output.
         weight_side: whether the output depends on parameters alone.
         within: numbers of the recomputed nodes that this one is part of, outermost first; None if of none.
-        seen: what a watch remembers of it.
+        seen: what a hook remembers of it.
         changes: the count of in-place changes when it was recorded.
     """
 
@@ -185,12 +185,12 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                 side = False
             if side is not None and weight_side is not False:
                 weight_side = side
-        recording, watch = _mode.get()
+        recording, hook = _mode.get()
         seen = None
-        if watch is None:
+        if hook is None:
             y, vjps = function(*arrays, **kwargs)
         else:
-            y, vjps, seen = watch.forward(name, function, arrays, kwargs)
+            y, vjps, seen = hook.forward(name, function, arrays, kwargs)
         if type(y) is not np.ndarray and xp_of(y) is np:
             y = np.asarray(y)  # reductions give scalars
         node = None
@@ -227,9 +227,9 @@ def enable_grad() -> Iterator[None]:
 
 
 @contextmanager
-def watched_by(watch: Watch) -> Iterator[None]:
-    """Show every op inside, forward and backward, to `watch`, instead of to whoever watched outside."""
-    with _set_mode(_mode.get()._replace(watch=watch)):
+def hooked_by(hook: OpHook) -> Iterator[None]:
+    """Let `hook` run every op inside, forward and backward, instead of the hook outside."""
+    with _set_mode(_mode.get()._replace(hook=hook)):
         yield
 
 
@@ -242,9 +242,9 @@ def _set_mode(mode: Mode) -> Iterator[None]:
         _mode.reset(token)
 
 
-def current_watch() -> Watch | None:
-    """Return who watches the ops that run here and now."""
-    return _mode.get().watch
+def current_hook() -> OpHook | None:
+    """Return the hook that ops run in here and now."""
+    return _mode.get().hook
 
 
 def next_node_number() -> int:

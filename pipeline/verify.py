@@ -21,13 +21,13 @@ from minigrad import rng
 from minigrad.backend import Array
 from minigrad.backprop import backward, backward_with_grad
 from minigrad.hooks import Hooks
-from minigrad.nn import ParamGetter, Sequential
+from minigrad.nn import LayerFactory, ParamGetter, Sequential
 from minigrad.optim import SGD, Optimizer, Rule, grad_square_sum, scale_to_norm
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
 from pipeline.runtime.executor import PipelineExecutor
-from pipeline.runtime.stage import LayerFactory, PipelineStage
+from pipeline.runtime.stage import PipelineStage
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 
 LossFn = Callable[[Any, Array], Tensor]

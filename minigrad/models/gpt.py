@@ -5,7 +5,6 @@ Source: Radford et al. 2019 (GPT-2); initial values as in its code, residual pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from minigrad.backend import Array
 from minigrad.nn import (
     Dropout,
     Embedding,
+    LayerFactory,
     LayerNorm,
     Linear,
     Module,
@@ -25,8 +25,6 @@ from minigrad.nn import (
 )
 from minigrad.ops import gelu
 from minigrad.tensor import Tensor
-
-LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)

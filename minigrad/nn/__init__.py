@@ -1,7 +1,7 @@
 """Modules: what owns parameters, and how they are named and first filled."""
 
 from minigrad.nn.buffer import Buffer
-from minigrad.nn.init import ParamGetter, normal, ones, zeros
+from minigrad.nn.init import LayerFactory, ParamGetter, normal, ones, zeros
 from minigrad.nn.layers import Conv2d, Dropout, Embedding, LayerNorm, Linear, MultiHeadAttention, RMSNorm
 from minigrad.nn.module import Module, Sequential
 
@@ -10,6 +10,7 @@ __all__ = [
     "Conv2d",
     "Dropout",
     "Embedding",
+    "LayerFactory",
     "LayerNorm",
     "Linear",
     "Module",

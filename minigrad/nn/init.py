@@ -70,3 +70,6 @@ class ParamGetter:
         if parameter.shape != tuple(shape):
             raise ValueError(f"parameter {full!r} has shape {parameter.shape}, but {tuple(shape)} was asked for")
         return parameter
+
+
+LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]  # makes one layer of a model given as a list

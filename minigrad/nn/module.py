@@ -11,7 +11,7 @@ import numpy as np
 from minigrad.backend import Array
 from minigrad.nn.buffer import Buffer
 from minigrad.parameter import Parameter
-from minigrad.tape import current_watch
+from minigrad.tape import current_hook
 
 Named = TypeVar("Named", bound=Parameter | Buffer)
 
@@ -29,10 +29,10 @@ class Module:
     training = True
 
     def __init_subclass__(cls) -> None:
-        """Let a watch (`profile`, `detect_anomaly`) know which module is being called."""
+        """Let op hooks (`profile`, `detect_anomaly`) know which module is being called."""
         super().__init_subclass__()
         if "__call__" in vars(cls):
-            cls.__call__ = _watched(cls.__call__)  # type: ignore[method-assign]
+            cls.__call__ = _hooked(cls.__call__)  # type: ignore[method-assign]
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
@@ -169,16 +169,16 @@ def _by_name(tensors: Iterable[Named]) -> dict[str, Named]:
     return named
 
 
-def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def watched(self: Module, *args: Any) -> Any:
-        watch = current_watch()
-        if watch is None:
+    def hooked(self: Module, *args: Any) -> Any:
+        hook = current_hook()
+        if hook is None:
             return call(self, *args)
-        with watch.module(self):
+        with hook.module(self):
             return call(self, *args)
 
-    return watched
+    return hooked
 
 
 class Sequential(Module):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import fit_one, half_in_float32, in_floating_dtype
-from minigrad.tape import op
-
-Vjp = Callable[[Array], Array]
+from minigrad.tape import Vjp, op
 
 
 @op

@@ -6,16 +6,13 @@ cotangent is nan. To keep a value away from such a point, `where` must choose th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import broadcasting, fit, half_in_float32, pair, select
-from minigrad.tape import op
-
-Vjp = Callable[[Array], Array]
+from minigrad.tape import Vjp, op
 
 
 def _pass_on(g: Array) -> Array:

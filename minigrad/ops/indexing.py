@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from minigrad.backend import Array, is_half, scatter_add_rows, xp_of
 from minigrad.ops.operands import axes_of
-from minigrad.tape import op
+from minigrad.tape import Vjp, op
 from minigrad.tensor import Tensor
-
-Vjp = Callable[[Array], Array]
 
 
 @op

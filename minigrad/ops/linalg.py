@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import fit, fit_one, in_floating_dtype, product, unbroadcast
-from minigrad.tape import op
-
-Vjp = Callable[[Array], Array]
+from minigrad.tape import Vjp, op
 
 
 @op

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array, is_half, xp_of
+from minigrad.tape import Vjp
 
-Vjp = Callable[[Array], Array]
 Axis = int | tuple[int, ...] | None
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import Axis, add_up, axes_of, half_in_float32, select
-from minigrad.tape import op
-
-Vjp = Callable[[Array], Array]
+from minigrad.tape import Vjp, op
 
 
 class _Reduced:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import check_broadcast, fit, half_in_float32, pair, select
-from minigrad.tape import op
+from minigrad.tape import Vjp, op
 
-Vjp = Callable[[Array], Array]
 _BOOLEAN = np.dtype(bool)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import axes_of, in_floating_dtype, unbroadcast
-from minigrad.tape import op
-
-Vjp = Callable[[Array], Array]
+from minigrad.tape import Vjp, op
 
 
 @op

@@ -20,9 +20,9 @@ from distributed.trace.recorder import Recorder
 from minigrad import rng
 from minigrad.backend import Array, xp_of
 from minigrad.hooks import Hooks
+from minigrad.op_hooks import progressing
 from minigrad.tape import no_grad
 from minigrad.tensor import Tensor
-from minigrad.watch import progressing
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.handshake import Batch, agree, agree_on_orders, shake_hands

@@ -17,9 +17,8 @@ from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array, synchronize, xp_of
 from minigrad.backprop import backward_with_grad
-from minigrad.nn import ParamGetter
+from minigrad.nn import LayerFactory, ParamGetter
 from minigrad.tensor import Tensor
-from pipeline.runtime.stage import LayerFactory
 
 
 def layer_seconds(

@@ -19,14 +19,12 @@ from minigrad.backprop import (
     reached_parameters,
 )
 from minigrad.hooks import Hooks
-from minigrad.nn import Buffer, ParamGetter, Sequential
+from minigrad.nn import Buffer, LayerFactory, ParamGetter, Sequential
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
 from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.schedules.schedule import Schedule
-
-LayerFactory = Callable[[ParamGetter], Callable[[Any], Any]]
 
 
 class PipelineStage(Sequential):

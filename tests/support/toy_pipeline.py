@@ -9,9 +9,8 @@ import minigrad as mg
 from distributed import Communicator
 from minigrad import Hooks, nn
 from minigrad.backend import Array
-from minigrad.nn import Module, ParamGetter
+from minigrad.nn import LayerFactory, Module, ParamGetter
 from pipeline import BW, SCHEDULES, Action, B, F, PipelineExecutor, PipelineStage, Schedule, W
-from pipeline.runtime.stage import LayerFactory
 from pipeline.schedules.action import Placement
 
 Layer = tuple[str, LayerFactory]

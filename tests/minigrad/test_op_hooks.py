@@ -1,4 +1,4 @@
-"""Profile and anomaly: what a watcher of ops sees."""
+"""Profile and anomaly: what a hook on ops sees."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_tape_shows_times_only_if_profiled() -> None:
     assert "slow" in str(mg.Tape.of(z))
 
 
-def test_watching_changes_no_number() -> None:
+def test_hooks_change_no_number() -> None:
     def grads() -> list[Array]:
         model = GPT(CONFIG)
         mg.backward(mg.cross_entropy(model(IDS[:, :-1]), IDS[:, 1:]))
@@ -121,14 +121,14 @@ def test_anomaly_within_a_recomputed_block() -> None:
         mg.backward(mg.sum(mg.recompute(Poison(1.0, np.nan), x)))
 
 
-def test_nothing_is_raised_without_the_watch_or_without_an_anomaly() -> None:
+def test_nothing_is_raised_without_the_hook_or_without_an_anomaly() -> None:
     x = mg.Tensor(np.ones(2), requires_grad=True)
     mg.backward(mg.sum(poisoned(x, forward=np.nan, backward=1.0)))
     with mg.detect_anomaly():
         mg.backward(mg.sum(poisoned(x, forward=1.0, backward=1.0)))
 
 
-def test_the_inner_watch_watches_and_the_outer_one_comes_back() -> None:
+def test_the_inner_hook_runs_and_the_outer_one_comes_back() -> None:
     model = MLP([2, 3, 1])
     with mg.profile() as outer:
         model(np.ones((1, 2), np.float32))
