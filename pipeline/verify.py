@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from distributed.agreement import first_failure
 from distributed.comm.communicator import Communicator
 from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
@@ -253,14 +254,8 @@ class _SpreadRun:
 
     def _raise_everywhere(self, found: str | None) -> None:
         """Raise the first rank's finding on every rank."""
-        place = f"rank {self.mesh.dp.rank * self.mesh.pp.size + self.mesh.pp.rank}"
-        where = f"{place} (dp {self.mesh.dp.rank}, pp {self.mesh.pp.rank})"
-        rows = [
-            row
-            for rows in self.mesh.dp.gather_objects(self.mesh.pp.gather_objects(found and f"{where}: {found}"))
-            for row in rows
-        ]
-        first = next((row for row in rows if row is not None), None)
+        place = f"dp {self.mesh.dp.rank}, pp {self.mesh.pp.rank}"
+        first = first_failure(self.mesh.comm, found and f"{place}: {found}")
         if first is not None:
             raise MismatchError(first)
 

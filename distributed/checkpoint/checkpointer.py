@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from distributed.agreement import first_failure
 from distributed.checkpoint.files import (
     POLL_SECONDS,
     SEEN_SECONDS,
@@ -124,7 +125,7 @@ class Checkpointer:
             RuntimeError: the folder holds a run that was not loaded: saving would replace it.
         """
         said, failure = _as_json(state or {})
-        failure = self._first(failure)
+        failure = first_failure(self._comm, failure)
         if failure is not None:
             raise TypeError(failure)
         num_updates = self._optimizer.num_steps
@@ -154,7 +155,7 @@ class Checkpointer:
         if saving is None:
             return
         # Rank 0 commits once the parts of all ranks are there. If one failed it would wait for ever.
-        error = self._first(saving.wait_for_part()) or self._first(saving.wait())
+        error = first_failure(self._comm, saving.wait_for_part()) or first_failure(self._comm, saving.wait())
         if error is not None:
             saving.cancel()
             raise CheckpointError(error)
@@ -177,10 +178,10 @@ class Checkpointer:
         candidates = self._of_rank_0(lambda: complete(self.folder) if path is None else [Path(path)])
         for candidate in candidates:
             manifest, values, error, failure = self._read(candidate)
-            failure = self._first(failure)
+            failure = first_failure(self._comm, failure)
             if failure is not None:
                 raise CheckpointError(failure)
-            error = self._first(error)
+            error = first_failure(self._comm, error)
             if error is not None:
                 refused.append(f"{candidate}: {error}")
                 continue
@@ -200,7 +201,7 @@ class Checkpointer:
 
     def _agree(self) -> dict[str, Stored]:
         """Agree on what there is and on who saves it."""
-        failure = self._first(self._fault())
+        failure = first_failure(self._comm, self._fault())
         if failure is not None:
             raise ValueError(failure)
         held = {name: Held(array.shape, str(array.dtype), array.nbytes) for name, array in self._arrays().items()}
@@ -229,10 +230,10 @@ class Checkpointer:
                 mark.mkdir(parents=True)
             except OSError as error:
                 failure = f"checkpoints cannot be saved in {self.folder}: {error}"
-        failure = self._first(failure)
+        failure = first_failure(self._comm, failure)
         if failure is None:
             unseen = f"all ranks must see the folder of checkpoints, but what rank 0 makes in {self.folder} is not seen"
-            failure = self._first(None if _is_seen(mark) else unseen)
+            failure = first_failure(self._comm, None if _is_seen(mark) else unseen)
         if self._comm.rank == 0:
             shutil.rmtree(mark, ignore_errors=True)
         if failure is not None:
@@ -270,14 +271,9 @@ class Checkpointer:
             array[...] = _beside(array, values[f"optimizer/{name}"])
         self._optimizer.num_steps = manifest.num_updates
 
-    def _first(self, failure: str | None) -> str | None:
-        """Return the first rank's failure, and which rank that is, on every rank."""
-        failures = self._comm.gather_objects(failure)
-        return next((f"[rank {rank}] {what}" for rank, what in enumerate(failures) if what is not None), None)
-
     def _of_rank_0(self, make: Callable[[], T]) -> T:
         """Return what rank 0 makes, on every rank."""
-        made: T = self._comm.gather_objects(make() if self._comm.rank == 0 else None)[0]
+        made: T = self._comm.broadcast_object(make() if self._comm.rank == 0 else None)
         return made
 
 

@@ -15,6 +15,7 @@ already, and its result is there for what that stream does after wait().
 from __future__ import annotations
 
 import itertools
+import pickle
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -200,6 +201,22 @@ class Communicator(ABC):
 
         Collective, blocking, and pickled: for start-up and errors, never in a training step.
         """
+
+    def broadcast_object(self, obj: object, *, root: int = 0) -> Any:
+        """Return one small Python object of rank `root`, on every rank.
+
+        Collective, blocking, and pickled: for start-up and errors, never in a training step.
+
+        Args:
+            obj: the others' is not looked at.
+        Raises:
+            ValueError: root is no rank.
+        """
+        pickled = pickle.dumps(obj) if self.rank == root else b""
+        with self.waiting_for("broadcast_object"):
+            size = self.broadcast(np.array([len(pickled)]), root=root).wait()[0]
+            array = np.frombuffer(bytearray(pickled), np.uint8) if self.rank == root else np.empty(size, np.uint8)
+            return pickle.loads(self.broadcast(array, root=root).wait().tobytes())
 
     @abstractmethod
     def barrier(self) -> None:

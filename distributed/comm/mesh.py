@@ -18,16 +18,18 @@ class Mesh:
         comm: all ranks.
         dp: number of replicas.
         pp: number of ranks in each replica's pipeline.
+    Attributes:
+        comm: all ranks, as given.
+        dp: the replicas of this rank's stages.
+        pp: this replica's pipeline.
     Raises:
         ValueError: dp * pp is not the number of ranks, or one of them is not positive.
     """
-
-    dp: Communicator
-    pp: Communicator
 
     def __init__(self, comm: Communicator, *, dp: int = 1, pp: int = 1) -> None:
         if dp < 1 or pp < 1 or dp * pp != comm.size:
             raise ValueError(f"dp * pp must equal the number of ranks, got dp={dp}, pp={pp} and {comm.size} ranks")
         row, column = divmod(comm.rank, pp)
+        self.comm = comm
         self.dp = comm.split(color=column, key=row)
         self.pp = comm.split(color=row, key=column)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
 
+from distributed.agreement import same_on_all
 from distributed.comm.communicator import Communicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
@@ -128,7 +128,7 @@ def check_layout(params: Iterable[Parameter | Buffer], comm: Communicator) -> No
     Raises:
         ValueError: names the first that differs, and what two ranks have; the same message on every rank.
     """
-    _check_equal("parameter", [f"{p.name!r} {p.dtype}{list(p.shape)}" for p in params], comm)
+    same_on_all(comm, "parameter", [f"{p.name!r} {p.dtype}{list(p.shape)}" for p in params])
 
 
 def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
@@ -139,14 +139,4 @@ def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
     """
     parts = [bucket.range for bucket in manager.buckets]
     entries = [f"{[p.name for p in part.params]} at {part.start} of {part.flat.grad.size}" for part in parts]
-    _check_equal("bucket", entries, comm)
-
-
-def _check_equal(noun: str, entries: list[str], comm: Communicator) -> None:
-    for place, row in enumerate(zip_longest(*comm.gather_objects(entries), fillvalue="missing")):
-        for rank, entry in enumerate(row):
-            if entry != row[0]:
-                raise ValueError(
-                    f"all ranks need the same {noun}s in the same order, but {noun} {place} is "
-                    f"{row[0]} on rank 0 and {entry} on rank {rank}"
-                )
+    same_on_all(comm, "bucket", entries)

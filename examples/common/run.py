@@ -90,7 +90,7 @@ class Run:
         self._loss_unit = loss_unit
         self._line: dict[str, Any] = {}  # of the step under way
         self._start_line = describe(comm, device=device)
-        self.folder, fault = comm.gather_objects(self._open_folder())[0]
+        self.folder, fault = comm.broadcast_object(self._open_folder())
         if fault is not None:
             fail(fault)
         self.say(self._start_line)
@@ -119,7 +119,7 @@ class Run:
 
     def _steps(self, first: int, checkpoints: Checkpointer, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
         settings = self.settings
-        fault = self._comm.gather_objects(self._begin_files(first))[0]
+        fault = self._comm.broadcast_object(self._begin_files(first))
         if fault is not None:
             fail(fault)
         look = settings.progress if self._comm.rank == 0 and not settings.quiet else "none"

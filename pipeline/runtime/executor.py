@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from distributed.trace.recorder import Recorder
 from minigrad import rng
@@ -25,7 +26,7 @@ from minigrad.tape import no_grad
 from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec, Bundle
-from pipeline.runtime.handshake import Batch, agree, agree_on_orders, shake_hands
+from pipeline.runtime.handshake import Batch, agree_on_orders, shake_hands
 from pipeline.runtime.p2p import PointToPoint
 from pipeline.runtime.stage import LocalStages
 from pipeline.runtime.step import PipelineOutput, StepState

@@ -7,11 +7,12 @@ would leave the others waiting.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array
@@ -136,28 +137,6 @@ def agree_on_orders(
                 f"{rank} differ, with {rows[0, 0]} and {row[0]} micro-batches"
             )
     return orders
-
-
-def agree(comm: Communicator, prepare: Callable[[], Array], *, num_columns: int) -> Array:
-    """Run a check on every rank; if it raises on any, raise the first such rank's message on all. Collective.
-
-    Args:
-        prepare: raises ValueError or TypeError for bad input; else returns (num_columns,) int64 to tell the others.
-    Returns:
-        (size, num_columns) the rows of all ranks.
-    """
-    row = np.zeros(1 + num_columns, np.int64)
-    error: Exception | None = None
-    try:
-        row[1:] = prepare()
-    except (ValueError, TypeError) as caught:
-        row[0], error = 1, caught
-    rows = comm.allgather(row).wait()
-    if rows[:, 0].any():
-        messages = comm.gather_objects(str(error))
-        rank = int(rows[:, 0].argmax())
-        raise ValueError(f"[rank {rank}] {messages[rank]}") from error
-    return rows[:, 1:]
 
 
 # The row that a rank tells the others: columns of integers.

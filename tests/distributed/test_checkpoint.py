@@ -22,7 +22,7 @@ from minigrad.optim import SGD, AdamW, Optimizer
 @pytest.fixture
 def folder_of(tmp_path):
     """Return comm -> a folder that all ranks share."""
-    return lambda comm: Path(comm.gather_objects(str(tmp_path))[0]) / "run" / "checkpoints"
+    return lambda comm: Path(comm.broadcast_object(str(tmp_path))) / "run" / "checkpoints"
 
 
 def on_rank_0(comm, what):

@@ -148,7 +148,7 @@ def whole_model(ranks, program, layout, *args):
 @pytest.mark.ranks(2, 4)
 def test_the_next_step_is_the_one_that_was_to_come(ranks, tmp_path):
     layouts = [layout for layout, (dp, pp, _) in LAYOUTS.items() if dp * pp <= ranks.size]
-    tmp_path = Path(ranks.run(lambda comm: comm.gather_objects(str(tmp_path))[0])[0])
+    tmp_path = Path(ranks.run(lambda comm: comm.broadcast_object(str(tmp_path)))[0])
     for saved_in in layouts:
         expected = whole_model(ranks, undisturbed, saved_in)
         ranks.run(on_as_many_as_it_takes, save, saved_in, tmp_path / saved_in)

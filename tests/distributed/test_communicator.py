@@ -297,6 +297,19 @@ def test_gather_objects_gives_all_ranks_all_objects(ranks):
     ranks.run(program)
 
 
+def test_broadcast_object_gives_all_ranks_that_of_one(ranks):
+    def program(comm):
+        for root in range(comm.size):
+            obj = {"rank": comm.rank} if comm.rank == root else None
+            found = comm.broadcast_object(obj, root=root)
+            assert found == {"rank": root}
+            assert found is not obj  # a copy on every rank, as if it had travelled
+        with pytest.raises(ValueError, match=f"broadcast needs a root in 0..{comm.size - 1}, got {comm.size}"):
+            comm.broadcast_object(None, root=comm.size)
+
+    ranks.run(program)
+
+
 def test_outstanding_collectives_finish_in_any_order(ranks):
     def program(comm):
         arrays = [np.full(1 + 100 * i, i + comm.rank, dtype=np.int64) for i in range(30)]

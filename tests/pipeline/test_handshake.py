@@ -9,7 +9,7 @@ import pytest
 from minigrad import rng
 from pipeline import SCHEDULES, Schedule, ScheduleError
 from pipeline.runtime.boundary import ArraySpec
-from pipeline.runtime.handshake import agree, agree_on_orders, shake_hands
+from pipeline.runtime.handshake import agree_on_orders, shake_hands
 
 M = 3
 X, Y = np.zeros((7, 5), np.float32), np.zeros((7, 2))
@@ -171,27 +171,6 @@ def test_a_tied_parameter_frozen_on_one_rank_only_is_told_on_all(ranks):
         return str(caught.value)
 
     assert len(set(ranks.run(program))) == 1
-
-
-def test_of_two_mistakes_the_first_rank_speaks(ranks):
-    def program(comm):
-        def prepare():
-            raise TypeError(f"mistake of rank {comm.rank}")
-
-        good = comm.rank == 0 < comm.size - 1
-        with pytest.raises(ValueError, match=rf"\[rank {min(1, comm.size - 1)}\] mistake of") as caught:
-            agree(comm, (lambda: np.zeros(2, np.int64)) if good else prepare, num_columns=2)
-        assert isinstance(caught.value.__cause__, TypeError) is not good
-        return str(caught.value)
-
-    assert len(set(ranks.run(program))) == 1
-
-
-def test_agree_gives_the_rows_of_all_ranks(ranks):
-    def program(comm):
-        return agree(comm, lambda: np.array([comm.rank, 7]), num_columns=2).tolist()
-
-    assert ranks.run(program) == [[[rank, 7] for rank in range(ranks.size)]] * ranks.size
 
 
 # The orders, when an executor is made

@@ -70,7 +70,7 @@ def test_a_wrong_micro_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return zeros_for_the_last
 
     message = (
-        r"^rank 0 \(dp 0, pp 0\): step 0: the gradient of 'embed.position' differs by .*, on stage 0; "
+        r"^\[rank 0\] dp 0, pp 0: step 0: the gradient of 'embed.position' differs by .*, on stage 0; "
         "the part of micro-batch 2 is the first wrong one$"
     )
     expect(monkeypatch, PipelineStage, "backward", broken, message)
@@ -80,12 +80,12 @@ def test_a_wrong_reduction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(reset: Any) -> Any:
         return lambda self, share=None: reset(self, share * 1.01 if self.comm.rank == 1 else share)
 
-    message = r"^rank 0 .*step 0: the gradient of 'embed.position' .*micro-batches are right, so their reduction over"
+    message = r"^\[rank 0\] .*step 0: the gradient of 'embed.position' .*micro-batches are right, so their reduction"
     expect(monkeypatch, GradientBucketManager, "reset", broken, message)
 
 
 def test_a_tied_parameter_that_is_not_summed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = r"^rank 0 .*step 0: the gradient of 'embed.token.weight' .*, where it is one of several copies$"
+    message = r"^\[rank 0\] .*step 0: the gradient of 'embed.token.weight' .*, where it is one of several copies$"
     expect(monkeypatch, LocalStages, "sum_tied", lambda sum_tied: lambda self, before: None, message)
 
 
@@ -95,7 +95,7 @@ def test_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(loss: Any) -> Any:
         return property(lambda self: 2 * loss.fget(self))
 
-    message = r"^rank 0 \(dp 0, pp 0\): step 0: the loss differs by 1\.0e\+00$"
+    message = r"^\[rank 0\] dp 0, pp 0: step 0: the loss differs by 1\.0e\+00$"
     expect(monkeypatch, executor.PipelineOutput, "loss", broken, message)
 
 
@@ -186,7 +186,7 @@ def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as stop:
         main(["verify", "gpt"])
     assert stop.value.code == 1
-    assert capsys.readouterr().err.startswith("not equal to one process: rank 0 (dp 0, pp 0): step 0: the gradient of")
+    assert capsys.readouterr().err.startswith("not equal to one process: [rank 0] dp 0, pp 0: step 0: the gradient of")
 
 
 @needs_mpirun

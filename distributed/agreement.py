@@ -1,0 +1,67 @@
+"""What all ranks must agree on, or fail on together.
+
+An error that only one rank raises leaves the others waiting for it. So whatever can go wrong on a single rank (bad
+input, a full disk) is first told to all of them, and then each raises the same error. All of these are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from distributed.comm.communicator import Communicator
+from distributed.comm.work import Array
+
+
+def first_failure(comm: Communicator, failure: str | None) -> str | None:
+    """Return the first rank's failure, and which rank that is, on every rank. Collective.
+
+    Args:
+        failure: what went wrong on this rank; None where nothing did.
+    """
+    failures = comm.gather_objects(failure)
+    return next((f"[rank {rank}] {what}" for rank, what in enumerate(failures) if what is not None), None)
+
+
+def same_on_all(comm: Communicator, noun: str, entries: Sequence[str]) -> None:
+    """Check that all ranks have the same things in the same order. Collective.
+
+    Args:
+        noun: of one of them, for the error: `parameter`.
+        entries: a description of each.
+    Raises:
+        ValueError: names the first that differs, and what two ranks have; the same message on every rank.
+    """
+    for place, row in enumerate(zip_longest(*comm.gather_objects(list(entries)), fillvalue="missing")):
+        for rank, entry in enumerate(row):
+            if entry != row[0]:
+                raise ValueError(
+                    f"all ranks need the same {noun}s in the same order, but {noun} {place} is "
+                    f"{row[0]} on rank 0 and {entry} on rank {rank}"
+                )
+
+
+def agree(comm: Communicator, prepare: Callable[[], Array], *, num_columns: int) -> Array:
+    """Run a check on every rank; if it raises on any, raise the first such rank's message on all. Collective.
+
+    One small allgather where nothing is wrong, so a training step can afford it.
+
+    Args:
+        prepare: raises ValueError or TypeError for bad input; else returns (num_columns,) int64 to tell the others.
+    Returns:
+        (size, num_columns) the rows of all ranks.
+    Raises:
+        ValueError: a check failed; the same message on every rank.
+    """
+    row = np.zeros(1 + num_columns, np.int64)
+    error: Exception | None = None
+    try:
+        row[1:] = prepare()
+    except (ValueError, TypeError) as caught:
+        row[0], error = 1, caught
+    rows = comm.allgather(row).wait()
+    if rows[:, 0].any():
+        raise ValueError(first_failure(comm, None if error is None else str(error))) from error
+    return rows[:, 1:]
