@@ -14,6 +14,7 @@ from minigrad.backend import Array
 from minigrad.nn import (
     Dropout,
     Embedding,
+    KeyValueCache,
     LayerFactory,
     LayerNorm,
     Linear,
@@ -51,7 +52,7 @@ class GPTConfig:
 
 
 class GPTEmbedding(Module):
-    """Token ids (B, T) -> (B, T, width). T is at most the context."""
+    """Token ids (B, T) -> (B, T, width), for the positions from `start` on; the last is within the context."""
 
     def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
         self.context = config.context
@@ -59,11 +60,11 @@ class GPTEmbedding(Module):
         self.position = param("position", (config.context, config.width), normal(0.02))
         self.drop = Dropout(f"{param.prefix}drop", config.dropout)
 
-    def __call__(self, ids: Array) -> Tensor:
-        time = ids.shape[1]
-        if time > self.context:
-            raise ValueError(f"a sequence must be at most as long as the context, got {time} and {self.context}")
-        return self.drop(self.token(ids) + self.position[:time])
+    def __call__(self, ids: Array, start: int = 0) -> Tensor:
+        end = start + ids.shape[1]
+        if end > self.context:
+            raise ValueError(f"a sequence must be at most as long as the context, got {end} and {self.context}")
+        return self.drop(self.token(ids) + self.position[start:end])
 
 
 class GPTBlock(Module):
@@ -79,8 +80,8 @@ class GPTBlock(Module):
         self.down = Linear(param.at("down"), 4 * width, width, std=out_std)
         self.drop2 = Dropout(f"{param.prefix}drop2", config.dropout)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x + self.drop1(self.attention(self.norm1(x)))
+    def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + self.drop1(self.attention(self.norm1(x), cache))
         return x + self.drop2(self.down(gelu(self.up(self.norm2(x)))))
 
 

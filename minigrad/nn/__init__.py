@@ -2,6 +2,7 @@
 
 from minigrad.nn.buffer import Buffer
 from minigrad.nn.init import LayerFactory, ParamGetter, normal, ones, zeros
+from minigrad.nn.key_value_cache import KeyValueCache
 from minigrad.nn.layers import Conv2d, Dropout, Embedding, LayerNorm, Linear, MultiHeadAttention, RMSNorm
 from minigrad.nn.module import Module, Sequential
 
@@ -10,6 +11,7 @@ __all__ = [
     "Conv2d",
     "Dropout",
     "Embedding",
+    "KeyValueCache",
     "LayerFactory",
     "LayerNorm",
     "Linear",

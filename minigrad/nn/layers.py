@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 
 from minigrad import rng
-from minigrad.backend import Array
+from minigrad.backend import Array, xp_of
 from minigrad.nn.init import ParamGetter, normal, ones, zeros
+from minigrad.nn.key_value_cache import KeyValueCache
 from minigrad.nn.module import Module
-from minigrad.ops import causal_attention, conv2d, dropout, embedding, layer_norm, linear, rms_norm
+from minigrad.ops import (
+    causal_attention,
+    conv2d,
+    dropout,
+    embedding,
+    layer_norm,
+    linear,
+    rms_norm,
+    scaled_dot_product_attention,
+)
 from minigrad.tensor import Tensor
 
 
@@ -112,6 +122,8 @@ class Dropout(Module):
 class MultiHeadAttention(Module):
     """Causal self-attention: (B, T, width) -> (B, T, width).
 
+    Called with a cache, the T positions come after those in it, which they see too; nothing is recorded.
+
     Args:
         std: of the initial weights.
         out_std: of the initial weights of the output projection; smaller in deep residual networks.
@@ -122,5 +134,14 @@ class MultiHeadAttention(Module):
         self.qkv = Linear(param.at("qkv"), width, 3 * width, std=std)
         self.out = Linear(param.at("out"), width, width, std=out_std)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.out(causal_attention(self.qkv(x), num_heads=self.num_heads))
+    def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        qkv = self.qkv(x)
+        if cache is None:
+            return self.out(causal_attention(qkv, num_heads=self.num_heads))
+        batch, time, width = x.shape
+        # (B, T, 3 C) -> three of (B, heads, T, d)
+        q, k, v = qkv.data.reshape(batch, time, 3, self.num_heads, -1).transpose(2, 0, 3, 1, 4)
+        keys, values = cache.extend(k, v)
+        sees = xp_of(q).tri(time, cache.length, cache.length - time, dtype=bool)  # row t: up to t of the new ones
+        y = scaled_dot_product_attention(q, keys, values, mask=sees)
+        return self.out(y.swapaxes(1, 2).reshape(batch, time, width))

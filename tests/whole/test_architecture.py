@@ -44,9 +44,12 @@ RULES = {
     "minigrad.models": Rule(
         TENSORS | {"minigrad.ops", "minigrad.nn", "safetensors"}, "minigrad.models.gpt -> distributed.stop"
     ),
+    "minigrad.generate": Rule(EVERYTHING, "minigrad.generate.__main__ -> torch"),  # an application, see below
     # Ranks. Tensors and layers are known where parameters are, ops nowhere.
     "distributed.comm": Rule({"numpy", "mpi4py", "minigrad.backend"}, "distributed.comm.mpi -> minigrad.tensor"),
-    "distributed": Rule({"numpy", "distributed.comm"}, "distributed.stop -> distributed.data_parallel.ddp"),
+    "distributed": Rule(
+        {"numpy", "distributed.comm", "distributed.data"}, "distributed.stop -> distributed.data_parallel.ddp"
+    ),
     "distributed.data_parallel": Rule(
         RANKS | TENSORS | {"minigrad.nn"}, "distributed.data_parallel.ddp -> minigrad.ops.linalg"
     ),

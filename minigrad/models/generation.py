@@ -1,0 +1,136 @@
+"""Text that a GPT writes: one token at a time, each drawn from what the model expects after all before it.
+
+Keys and values of what was read are kept, so a token costs one position's forward and not the whole window's. Positions
+count from the window's start, so once the text is longer than the context each new token moves all of them: from there
+on the window is read anew for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minigrad.backend import Array, to_host, xp_of
+from minigrad.models.gpt import GPT
+from minigrad.nn import KeyValueCache
+from minigrad.tape import no_grad
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen among those that the model expects.
+
+    Attributes:
+        temperature: below 1 prefers what is likely, above 1 evens out; 0 always takes the likeliest.
+        top_k: only the k likeliest, None for all.
+        top_p: only the likeliest that together have this probability, from above 0 to 1.
+        seed: start of the random numbers; the n-th token of a seed draws the same one in every run.
+    Raises:
+        ValueError: a value is out of its range.
+    Source: top-p: Holtzman et al. 2020, The curious case of neural text degeneration.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < np.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, got {self.seed}")
+
+    def choose(self, logits: Array, number: int) -> int:
+        """Choose a token.
+
+        Args:
+            logits: (vocab_size,) on the host.
+            number: of this token in the text; it keys the random number.
+        """
+        if self.temperature == 0:
+            return int(logits.argmax())
+        p = self.probabilities(logits)
+        draw = np.random.Generator(np.random.Philox(key=[self.seed, number])).random()
+        return int(min(np.searchsorted(p.cumsum(), draw, side="right"), np.flatnonzero(p)[-1]))
+
+    def probabilities(self, logits: Array) -> Array:
+        """Return what each token is drawn with, (vocab_size,) float64; temperature must be above 0."""
+        scores = logits.astype(np.float64)
+        p = np.exp((scores - scores.max()) / self.temperature)
+        p /= p.sum()
+        order = np.argsort(-p, kind="stable")  # likeliest first
+        before = np.concatenate([[0.0], p[order].cumsum()[:-1]])  # of all that are likelier
+        keep = before < self.top_p
+        if self.top_k is not None:
+            keep[self.top_k :] = False
+        p[order[~keep]] = 0
+        return p / p.sum()
+
+
+def generate(
+    model: GPT, prompt: Sequence[int] | Array, *, sampling: Sampling | None = None, use_cache: bool = True
+) -> Iterator[int]:
+    """Yield the tokens that the model writes after `prompt`, without end: take as many as you want.
+
+        text = list(itertools.islice(generate(model, prompt), 100))
+
+    Args:
+        model: as a whole on this process; it is asked without dropout, and left as it was.
+        prompt: token ids, at least one; of a longer one the last `context` are read.
+        use_cache: False reads the whole window for each token; gives the same text, up to rounding.
+    Raises:
+        ValueError: the prompt is empty.
+        IndexError: a token of it is not in the vocabulary.
+    """
+    tokens = [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("a prompt needs at least one token, got none")
+    sampling = sampling or Sampling()
+    reader = _Reader(model)
+    for number in range(2**63):
+        logits = reader.read(tokens) if use_cache else _Reader(model).read(tokens)
+        token = sampling.choose(logits, number)
+        yield token
+        tokens.append(token)
+
+
+class _Reader:
+    """A model that reads a growing text, with what it has kept of it.
+
+    Attributes:
+        caches: one for each block; their memory is 2 * layers * context * width numbers.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        layers: list[Any] = model.layers
+        self._model = model
+        self._embed, *self._blocks, self._head = layers
+        self.caches: list[KeyValueCache] = []
+
+    def read(self, tokens: Sequence[int]) -> Array:
+        """Return the logits (vocab_size,), on the host, of what follows `tokens`, which begin as at the last call."""
+        context = self._model.config.context
+        start = self.caches[0].length if self.caches and len(tokens) <= context else 0
+        if start == 0:
+            self.caches = [KeyValueCache(context) for _ in self._blocks]
+        window = np.asarray([tokens[max(start, len(tokens) - context) :]])
+        window = xp_of(self._embed.position.data).asarray(window)
+        training = self._model.training
+        self._model.eval()
+        try:
+            with no_grad():
+                x = self._embed(window, start)
+                for block, cache in zip(self._blocks, self.caches, strict=True):
+                    x = block(x, cache)
+                logits: Array = self._head(x[:, -1:]).data[0, 0]
+        finally:
+            self._model.train(training)
+        return to_host(logits)
