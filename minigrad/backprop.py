@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minigrad.backend import Array, xp_of
@@ -34,7 +34,8 @@ from minigrad.tape import (
     kept_arrays,
     node_order,
 )
-from minigrad.tensor import Tensor, changes
+from minigrad.tensor import Tensor
+from minigrad.versions import Version
 
 Output = Tensor | Sequence[Tensor]
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
@@ -77,7 +78,7 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
         hooks: see `Hooks`.
     """
     root, g = _root(output, grad)
-    _walk(collect(root), {root: g}, hooks or Hooks())
+    _walk(collect(root), {root: g}, hooks or Hooks(), set())
 
 
 def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = None) -> DeferredGrads:
@@ -94,7 +95,8 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
     if root.weight_side:
         return DeferredGrads(nodes, {root: g})
     deferred = DeferredGrads([node for node in nodes if node.weight_side], {})
-    _walk([node for node in nodes if not node.weight_side], {root: g}, hooks or Hooks(), deferred)
+    data_side = [node for node in nodes if not node.weight_side]
+    _walk(data_side, {root: g}, hooks or Hooks(), deferred.versions, deferred)
     assert deferred.nodes is not None
     deferred.nodes.sort(key=node_order, reverse=True)
     return deferred
@@ -112,6 +114,7 @@ def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks:
     halves = (deferred,) if isinstance(deferred, DeferredGrads) else deferred
     tapes: list[list[Node]] = []
     cotangents: dict[Node, Array] = {}
+    versions: set[Version] = set()
     for half in halves:
         nodes, half.nodes = half.nodes, None
         if nodes is None:
@@ -119,7 +122,8 @@ def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks:
         tapes.append(nodes)
         cotangents |= half.cotangents
         half.cotangents.clear()
-    _walk(_side_by_side(tapes), cotangents, hooks or Hooks())
+        versions |= half.versions
+    _walk(_side_by_side(tapes), cotangents, hooks or Hooks(), versions)
 
 
 @dataclass
@@ -129,10 +133,12 @@ class DeferredGrads:
     Attributes:
         nodes: newest first: weight-side nodes, and of each data-side one its edges into weights. None once done.
         cotangents: of those whose consumers are all done.
+        versions: of all memory outside the tape that vjps may read.
     """
 
     nodes: list[Node] | None
     cotangents: dict[Node, Array]
+    versions: set[Version] = field(default_factory=set)
 
     def add(self, node: Node, g: Array | None = None) -> None:
         """Leave a node to the weight half, with its cotangent where that is known."""
@@ -146,7 +152,7 @@ def reached_parameters(output: Output) -> list[Parameter]:
     """Return the parameters that a backward from `output`, one or several, will reach, each once."""
     outputs = (output,) if isinstance(output, Tensor) else output
     nodes = dict.fromkeys(node for x in outputs if x.requires_grad for node in collect(_node(x)))
-    return list(_pending_uses(sorted(nodes, key=node_order, reverse=True)))
+    return list(_of_parameters(_leaf_uses(sorted(nodes, key=node_order, reverse=True))))
 
 
 def _seed(output: Tensor, grad: Any) -> Array:
@@ -189,14 +195,18 @@ def _node(output: Tensor) -> Node:
     return Node("identity", (output,), (lambda g: g,), output.shape, output.dtype, output.weight_side)
 
 
-def _pending_uses(nodes: Sequence[Node]) -> dict[Parameter, int]:
-    """Count for each parameter the edges that will bring it a contribution."""
-    pending: dict[Parameter, int] = {}
+def _leaf_uses(nodes: Sequence[Node]) -> dict[Tensor, int]:
+    """Count for each leaf the edges that will bring it a contribution."""
+    uses: dict[Any, int] = {}
     for node in nodes:
         for parent in node.parents or ():
-            if isinstance(parent, Parameter):
-                pending[parent] = pending.get(parent, 0) + 1
-    return pending
+            if type(parent) is not Node:
+                uses[parent] = uses.get(parent, 0) + 1
+    return uses
+
+
+def _of_parameters(leaves: dict[Tensor, int]) -> dict[Parameter, int]:
+    return {leaf: uses for leaf, uses in leaves.items() if isinstance(leaf, Parameter)}
 
 
 def _side_by_side(tapes: Sequence[Sequence[Node]]) -> Sequence[Node]:
@@ -207,7 +217,7 @@ def _side_by_side(tapes: Sequence[Sequence[Node]]) -> Sequence[Node]:
     """
     if len(tapes) == 1:
         return tapes[0]
-    uses_left = [_pending_uses(nodes) for nodes in tapes]
+    uses_left = [_of_parameters(_leaf_uses(nodes)) for nodes in tapes]
     queues = [deque(nodes) for nodes in tapes]
     merged: list[Node] = []
     while any(queues):
@@ -228,30 +238,39 @@ def _side_by_side(tapes: Sequence[Sequence[Node]]) -> Sequence[Node]:
 
 
 def _walk(
-    nodes: Sequence[Node], cotangents: dict[Node, Array], hooks: Hooks, deferred: DeferredGrads | None = None
+    nodes: Sequence[Node],
+    cotangents: dict[Node, Array],
+    hooks: Hooks,
+    versions: set[Version],
+    deferred: DeferredGrads | None = None,
 ) -> None:
     """Run the vjps of `nodes`, newest first, and free each node on the way.
 
     Args:
         cotangents: of the nodes that have no consumer among `nodes`; emptied.
+        versions: of memory outside the tape that vjps may read, beside that which `nodes` tell of; added to.
         deferred: if given, edges into weights are not followed but left here, as smaller nodes with their cotangents.
     """
+    leaves = _leaf_uses(nodes)
     pending: dict[Any, int] = {}
     if deferred is None:
-        pending.update(_pending_uses(nodes))
+        pending.update(_of_parameters(leaves))
         if hooks.on_start is not None:
             hooks.on_start(tuple(pending))
+    versions |= _versions(nodes, leaves)
     on_grad_ready, between_ops, op_hook = hooks.on_grad_ready, hooks.between_ops, current_hook()
+    newest_change = _newest(versions)
     owned: set[Node] = set()  # nodes whose cotangent is an array that this walk made, so that it may add in place
     left = list(reversed(nodes))  # the next one is at the end
     while left:
         node = left.pop()
         g = cotangents.pop(node)
-        if node.changes != changes.count:
-            _check_unchanged(node)
+        if newest_change > node.number:
+            _check_unchanged(node, versions)
         vjps = node.vjps
         if type(vjps) is Replay:
-            left += _replay(node, g, cotangents, pending, between_ops, deferred)
+            left += _replay(node, g, cotangents, pending, between_ops, versions, deferred)
+            newest_change = _newest(versions)
             continue
         edges: Iterable[Edge]
         if type(vjps) is tuple:
@@ -281,8 +300,10 @@ def _walk(
                 pending[parent] -= 1
                 if not pending[parent] and on_grad_ready is not None:
                     _fire(on_grad_ready, parent)
+                    newest_change = _newest(versions)
         if between_ops is not None:
             between_ops()
+            newest_change = _newest(versions)
 
 
 def _fire(on_grad_ready: Callable[[Parameter], None], parameter: Parameter) -> None:
@@ -327,6 +348,7 @@ def _replay(
     cotangents: dict[Node, Array],
     pending: dict[Any, int],
     between_ops: Callable[[], None] | None,
+    versions: set[Version],
     deferred: DeferredGrads | None,
 ) -> list[Node]:
     """Run a recomputed block's forward again and return the nodes that the walk has to go on with, oldest first.
@@ -345,6 +367,8 @@ def _replay(
         output, since = replay.run()
     assert output.node is not None
     nodes = collect(output.node, since=since)
+    leaves = _leaf_uses(nodes)
+    versions |= _versions(nodes, leaves)
     for inner in nodes:
         inner.within = node_order(node)
     cotangents[output.node] = g
@@ -353,7 +377,7 @@ def _replay(
             if inner.weight_side:
                 deferred.add(inner)
         return [inner for inner in reversed(nodes) if not inner.weight_side]
-    for parameter, uses in _pending_uses(nodes).items():
+    for parameter, uses in _of_parameters(leaves).items():
         pending[parameter] = pending.get(parameter, 0) + uses
     for parent in parents:
         if parent in pending:
@@ -361,9 +385,20 @@ def _replay(
     return nodes[::-1]
 
 
-def _check_unchanged(node: Node) -> None:
+def _versions(nodes: Iterable[Node], leaves: Iterable[Tensor]) -> set[Version]:
+    """Return the versions of the memory outside a tape that its vjps may read: of leaves and of constants."""
+    return {version for node in nodes for version in node.versions}.union([leaf.version for leaf in leaves])
+
+
+def _newest(versions: set[Version]) -> int:
+    return max([version.newest for version in versions], default=-1)
+
+
+def _check_unchanged(node: Node, versions: Iterable[Version]) -> None:
     """Raise if a value that `node`'s vjps keep was changed in place since the forward."""
     for array in kept_arrays(node.vjps):
-        name = changes.since(node.changes, array)
-        if name is not None:
-            raise RuntimeError(f"{node.name} needs {name} as it was in the forward, but it was changed in place since")
+        for version in versions:
+            name = version.since(node.number, array)
+            if name is not None:
+                rule = f"{node.name} needs {name} as it was in the forward"
+                raise RuntimeError(f"{rule}, but it was changed in place since")

@@ -18,7 +18,7 @@ from itertools import groupby
 
 from minigrad.backend import Array, xp_of
 from minigrad.parameter import Parameter, check_usable
-from minigrad.tensor import changes
+from minigrad.versions import Version
 
 
 class FlatBuffer:
@@ -27,6 +27,7 @@ class FlatBuffer:
     Attributes:
         data, grad: (n,) arrays.
         params: in memory order.
+        version: the in-place changes of `data`.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
@@ -35,6 +36,7 @@ class FlatBuffer:
         self.data: Array = xp.empty(size, params[0].dtype)
         self.grad: Array = xp.zeros(size, params[0].dtype)
         self.params = tuple(params)
+        self.version = Version()
         start = 0
         for p in params:
             shape, stop = p.shape, start + p.size
@@ -42,6 +44,7 @@ class FlatBuffer:
             data[...] = p.data
             if p.grad is not None:
                 grad[...] = p.grad
+            self.version.absorb(p.version)
             p.move_to(self, start, data, grad)
             start = stop
 
@@ -150,7 +153,7 @@ class FlatRange:
 
     def note_change(self, by: str) -> None:
         """Note that the values were changed in place, so that a backward that still needs them can say so."""
-        changes.note(self.data, f"{self.params[0].label} ... {self.params[-1].label} (by {by})")
+        self.flat.version.note(self.data, f"{self.params[0].label} ... {self.params[-1].label} (by {by})")
 
 
 def zero_grad(params: Iterable[Parameter]) -> None:

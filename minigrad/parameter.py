@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from minigrad.backend import Array, xp_of
-from minigrad.tensor import Tensor, changes
+from minigrad.tensor import Tensor
 
 if TYPE_CHECKING:
     from minigrad.flat import FlatBuffer
@@ -91,13 +91,9 @@ class Parameter(Tensor):
         self._fresh = False
         return self._grad
 
-    def note_change(self, by: str) -> None:
-        """Note that the values were changed in place, so that a backward that still needs them can say so."""
-        changes.note(self._data, f"{self.label} (by {by})")
-
     def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
         """Let `flat` own the memory from now on; the values are already there."""
-        self._data, self._grad, self.flat, self.start = data, grad, flat, start
+        self._data, self._grad, self.flat, self.start, self._version = data, grad, flat, start, flat.version
 
 
 def check_usable(params: Iterable[Parameter], what: str) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 from minigrad import rng
 from minigrad.parameter import Parameter
-from minigrad.tape import Node, Replay, collect, next_node_number
+from minigrad.tape import Node, Replay, collect
 from minigrad.tensor import Tensor
+from minigrad.versions import tick
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -33,7 +34,7 @@ def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
         ValueError: `function` uses a tensor with a gradient that is not among `args`.
     """
     scope = rng.current_scope()
-    since = next_node_number()
+    since = tick()
     output = function(*args)
     if output.node is None or output.node.number < since:
         return output  # nothing was recorded inside
@@ -48,10 +49,19 @@ def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
             raise ValueError(f"recompute of {name}: it uses a tensor from outside ({what}); pass it as an argument")
 
     def run() -> tuple[Tensor, int]:
-        since = next_node_number()
+        since = tick()
         with rng.replay(scope):
             return function(*args), since
 
-    keeps = [x.data for x in (*args, *parents) if isinstance(x, Tensor)]
-    output.node = Node("recompute", tuple(parents), Replay(run, keeps), output.shape, output.dtype, output.weight_side)
+    kept = [x for x in (*args, *parents) if isinstance(x, Tensor)]
+    versions = {version for node in nodes for version in node.versions} | {x.version for x in kept}
+    output.node = Node(
+        "recompute",
+        tuple(parents),
+        Replay(run, [x.data for x in kept]),
+        output.shape,
+        output.dtype,
+        output.weight_side,
+        versions=tuple(versions),
+    )
     return output

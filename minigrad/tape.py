@@ -16,7 +16,6 @@ this input's contribution. Nothing points forward, so dropping the loss frees ev
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,11 +26,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from minigrad.backend import Array, xp_of
-from minigrad.tensor import Tensor, changes, made_by
+from minigrad.tensor import Tensor, made_by
+from minigrad.versions import Version, tick
 
 Vjp = Callable[[Array], Array]
 
-_node_numbers = itertools.count()
 _node_number = operator.attrgetter("number")
 ALREADY_WALKED = "this tape was already walked and its residuals are freed; run the forward again"
 
@@ -71,7 +70,7 @@ class Node:
     """One op that ran: where its inputs came from and how gradients flow back to them.
 
     Attributes:
-        number: place in creation order, over all tapes.
+        number: the tick at which it was recorded, over all tapes.
         name: of the op.
         parents: for each input that needs a gradient the node that made it, or the leaf. None once walked.
         vjps: one per parent, or a Joint. None once walked.
@@ -79,18 +78,18 @@ class Node:
         weight_side: whether the output depends on parameters alone.
         within: numbers of the recomputed nodes that this one is part of, outermost first; None if of none.
         seen: what a hook remembers of it.
-        changes: the count of in-place changes when it was recorded.
+        versions: of the memory of those inputs that need no gradient; a leaf that needs one knows its own.
     """
 
     __slots__ = (
         "__weakref__",
-        "changes",
         "dtype",
         "name",
         "number",
         "parents",
         "seen",
         "shape",
+        "versions",
         "vjps",
         "weight_side",
         "within",
@@ -105,8 +104,9 @@ class Node:
         dtype: Any,
         weight_side: bool | None,
         seen: Seen | None = None,
+        versions: tuple[Version, ...] = (),
     ) -> None:
-        self.number = next(_node_numbers)
+        self.number = tick()
         self.name = name
         self.parents: tuple[Node | Tensor, ...] | None = parents
         self.vjps: tuple[Vjp, ...] | Joint | Replay | None = vjps
@@ -115,7 +115,7 @@ class Node:
         self.weight_side = weight_side
         self.within: tuple[int, ...] | None = None
         self.seen = seen
-        self.changes = changes.count
+        self.versions = versions
 
 
 class Joint:
@@ -168,12 +168,16 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
         arrays: list[Any] = []
         wanted = []  # positions of the arguments that need a gradient
         parents: list[Node | Tensor] = []  # where those come from
+        versions: tuple[Version, ...] = ()
         weight_side: bool | None = None
+        recording, hook = _mode.get()
         for x in args:
             if isinstance(x, Tensor):
                 if x.requires_grad:
                     wanted.append(len(arrays))
                     parents.append(x.node or x)
+                elif recording:
+                    versions += (x._version or x.version,)
                 arrays.append(x._data)
                 side = x.weight_side
             elif isinstance(x, (int, float, np.generic)):
@@ -185,7 +189,6 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                 side = False
             if side is not None and weight_side is not False:
                 weight_side = side
-        recording, hook = _mode.get()
         seen = None
         if hook is None:
             y, vjps = function(*arrays, **kwargs)
@@ -206,7 +209,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                     vjps = tuple([vjps[i] for i in wanted])
                 if None in vjps:
                     raise TypeError(f"{name}: argument {wanted[vjps.index(None)]} has no derivative but requires grad")
-            node = Node(name, tuple(parents), vjps, y.shape, y.dtype, weight_side, seen)
+            node = Node(name, tuple(parents), vjps, y.shape, y.dtype, weight_side, seen, versions)
         return made_by(node, y, weight_side)
 
     return apply
@@ -245,11 +248,6 @@ def _set_mode(mode: Mode) -> Iterator[None]:
 def current_hook() -> OpHook | None:
     """Return the hook that ops run in here and now."""
     return _mode.get().hook
-
-
-def next_node_number() -> int:
-    """Return a number between those of the nodes so far and those to come."""
-    return next(_node_numbers)
 
 
 def node_order(node: Node) -> tuple[int, ...]:

@@ -6,50 +6,15 @@ business. `parameter.py` has the leaf that a module owns.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minigrad.backend import Array, memory_range, xp_of
+from minigrad.backend import Array, xp_of
+from minigrad.versions import Version
 
 if TYPE_CHECKING:
     from minigrad.tape import Node
-
-
-class Changes:
-    """Which memory was changed in place, and when.
-
-    Backward needs the values of the forward. Every in-place change that goes through minigrad (optimizer, loading,
-    `t.data = ...`) is noted here: a counter, and the byte range with its newest count. Entries of memory that is
-    gone are harmless, since an entry matters only if it is newer than a node that still holds the memory; they
-    are dropped now and then. Writes into `t.data[...]` cannot be seen.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._ranges: dict[tuple[int, int], tuple[int, str, weakref.ref[Any]]] = {}
-        self._limit = 1000  # look for entries of dead memory when there are more
-
-    def note(self, array: Array, name: str) -> None:
-        """Note that `array`, called `name`, has just been changed in place."""
-        self.count += 1
-        owner = array if array.base is None or not isinstance(array.base, type(array)) else array.base
-        self._ranges[memory_range(array)] = (self.count, name, weakref.ref(owner))
-        if len(self._ranges) > self._limit:
-            self._ranges = {key: entry for key, entry in self._ranges.items() if entry[2]() is not None}
-            self._limit = max(1000, 2 * len(self._ranges))
-
-    def since(self, count: int, array: Array) -> str | None:
-        """Return the name of what changed `array`'s memory after `count`, or None."""
-        start, stop = memory_range(array)
-        for (lo, hi), (when, name, _) in tuple(self._ranges.items()):
-            if when > count and lo < stop and start < hi:
-                return name
-        return None
-
-
-changes = Changes()
 
 
 class Tensor:
@@ -60,7 +25,7 @@ class Tensor:
         requires_grad: whether backward stores this leaf's gradient in `.grad`.
     """
 
-    __slots__ = ("__weakref__", "_data", "_fresh", "_grad", "node", "requires_grad", "weight_side")
+    __slots__ = ("__weakref__", "_data", "_fresh", "_grad", "_version", "node", "requires_grad", "weight_side")
     __array_ufunc__ = None  # NumPy arrays on the left leave the operation to our reflected operators
 
     def __init__(self, data: Any, *, requires_grad: bool = False) -> None:
@@ -72,6 +37,7 @@ class Tensor:
         self._data: Array = array
         self._grad: Array | None = None
         self._fresh = True  # no gradient yet: the first contribution overwrites whatever `_grad` holds
+        self._version: Version | None = Version()
         self.node: Node | None = None
         self.requires_grad = requires_grad
         # Does this value depend on parameters alone (True), on data (False), or on neither (None)?
@@ -90,7 +56,24 @@ class Tensor:
         if value.shape != self._data.shape:
             raise ValueError(f"{self.label}.data has shape {self._data.shape}, got {value.shape}")
         self._data[...] = value
-        changes.note(self._data, self.label)
+        self.note_change()
+
+    @property
+    def version(self) -> Version:
+        """The in-place changes of the memory that the values lie in."""
+        if self._version is None:  # an op made this tensor, and nobody asked so far
+            self._version = Version()
+            if self.node is not None:
+                self.node.versions += (self._version,)  # every tape that needs these values holds this node
+        return self._version
+
+    def note_change(self, by: str = "") -> None:
+        """Note that the values were changed in place, so that a backward that still needs them can say so.
+
+        Args:
+            by: whose doing it was, for the message.
+        """
+        self.version.note(self._data, f"{self.label} (by {by})" if by else self.label)
 
     @property
     def grad(self) -> Array | None:
@@ -125,6 +108,7 @@ class Tensor:
     def detach(self) -> Tensor:
         """Return a tensor that shares this one's data and is cut from the tape."""
         cut = Tensor(self._data)
+        cut._version = self.version
         cut.weight_side = self.weight_side
         return cut
 
@@ -216,6 +200,7 @@ def made_by(node: Node | None, data: Array, weight_side: bool | None) -> Tensor:
     tensor._data = data
     tensor._grad = None
     tensor._fresh = True
+    tensor._version = None
     tensor.node = node
     tensor.requires_grad = node is not None
     tensor.weight_side = weight_side
