@@ -167,7 +167,7 @@ def grad_square_sum(params: Iterable[Parameter]) -> float:
     """
     params = list(params)
     check_usable(params, "the norm of")
-    return sum(kernels_of(part.grad).square_sum(part.grad) for part in FlatBuffer.adopt(params))
+    return sum((kernels_of(part.grad).square_sum(part.grad) for part in FlatBuffer.adopt(params)), 0.0)
 
 
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
