@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, NoReturn
 
 from minigrad.backend import Array, xp_of
 from minigrad.parameter import Parameter, check_usable
@@ -47,6 +48,13 @@ class FlatBuffer:
             self.version.absorb(p.version)
             p.move_to(self, start, data, grad)
             start = stop
+
+    def __reduce__(self) -> Any:
+        """Copy by adopting: copies of parameters have memory of their own, and a copy of their owner gathers it."""
+        return FlatBuffer, (self.params,)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("a FlatBuffer is the one owner of its parameters' memory: copy it with them, by copy.deepcopy")
 
     def move_grad(self, storage: Array) -> None:
         """Let the gradients live in `storage` from now on: memory that a communicator reduces fastest, say.

@@ -94,17 +94,22 @@ def _zeros(data: Array) -> Array:
     return xp_of(data).zeros_like(widened(data[:0]), shape=data.shape)
 
 
+def is_matrix(p: Parameter) -> bool:
+    """Return whether a parameter has two or more axes: not so biases, and gains of norms."""
+    return p.ndim >= 2
+
+
 class Optimizer:
     """Applies a rule to parameters, wherever their memory lies.
 
     Args:
         params: distinct parameters in model order; those without an owner get a FlatBuffer.
         rule: SGD, AdamW or your own `Rule`.
-        decays: which parameters weight decay applies to; by default those with two or more axes: not biases, not norms.
+        decays: which parameters weight decay applies to; by default those with two or more axes.
     """
 
     def __init__(
-        self, params: Iterable[Parameter], rule: Rule, *, decays: Callable[[Parameter], bool] = lambda p: p.ndim >= 2
+        self, params: Iterable[Parameter], rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix
     ) -> None:
         self.params = list(dict.fromkeys(params))
         self.rule = rule

@@ -33,7 +33,7 @@ class Parameter(Tensor):
     """A named leaf that a module owns and an optimizer changes.
 
     Its memory belongs to a FlatBuffer from the moment an optimizer or a data-parallel wrapper asks for one;
-    `data` and `grad` are views into it from then on.
+    `data` and `grad` are views into it from then on. A copy has memory of its own, and no owner yet.
 
     Args:
         data: floating point array; copied, so that nobody else holds the memory.
@@ -90,6 +90,11 @@ class Parameter(Tensor):
             self._grad = xp_of(self._data).empty_like(self._data)
         self._fresh = False
         return self._grad
+
+    def __getstate__(self) -> Any:
+        check_usable([self], "a copy of")
+        attributes, slots = super().__getstate__()
+        return attributes, slots | {"flat": None, "start": 0, "hold": None}
 
     def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
         """Let `flat` own the memory from now on; the values are already there."""

@@ -112,6 +112,15 @@ class Tensor:
         cut.weight_side = self.weight_side
         return cut
 
+    def __getstate__(self) -> Any:
+        """Return what a copy or a pickle takes along: values and gradient, and never a place in somebody's memory."""
+        if self.node is not None:
+            raise TypeError("a tensor that an op made cannot be copied: its tape would be lost; copy tensor.detach()")
+        state: Any = object.__getstate__(self)
+        attributes, slots = state
+        grad = None if self._fresh or self._grad is None else self._grad.copy()
+        return attributes, slots | {"_data": self._data.copy(), "_grad": grad, "_version": None}
+
     def drop_data(self) -> None:
         """Let go of the values and keep the place on the tape: shape and dtype stay, `data` reads as zeros."""
         xp = xp_of(self._data)
