@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from minigrad.backend import Array, xp_of
@@ -28,6 +29,7 @@ from minigrad.tape import (
     OpHook,
     Replay,
     Vjp,
+    WeightVjp,
     collect,
     current_hook,
     enable_grad,
@@ -281,8 +283,8 @@ def _walk(
         if deferred is not None:
             edges = _defer_weights(node, edges, g, deferred)
         for parent, vjp in edges:
-            c = vjp(g) if op_hook is None else op_hook.backward(node, vjp, g)
             if type(parent) is Node:
+                c = vjp(g) if op_hook is None else op_hook.backward(node, vjp, g)
                 if parent not in cotangents:
                     cotangents[parent] = c
                 elif parent in owned:
@@ -293,9 +295,15 @@ def _walk(
                     if parent.shape:  # a sum of 0-d arrays is a NumPy scalar, which cannot be added to in place
                         owned.add(parent)
                 continue
-            if c.shape != parent._data.shape:
-                raise ValueError(f"{node.name}: a vjp gave shape {c.shape} to {parent.label} of shape {parent.shape}")
-            parent.accumulate_grad(c)
+            if type(vjp) is WeightVjp:
+                take = partial(parent.accumulate_from, vjp.write)
+                _ = take(g) if op_hook is None else op_hook.backward(node, take, g)
+            else:
+                c = vjp(g) if op_hook is None else op_hook.backward(node, vjp, g)
+                if c.shape != parent._data.shape:
+                    where = f"{parent.label} of shape {parent.shape}"
+                    raise ValueError(f"{node.name}: a vjp gave shape {c.shape} to {where}")
+                parent.accumulate_grad(c)
             if parent in pending:
                 pending[parent] -= 1
                 if not pending[parent] and on_grad_ready is not None:

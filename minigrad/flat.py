@@ -8,6 +8,8 @@ gradient bucket, a shard or a checkpoint is then a slice, and nobody copies.
     flat.data                 | b1 |    w1    | b0 |    w0    |
     flat.grad                 | b1 |    w1    | b0 |    w0    |     param.grad is a view
     a bucket, a FlatRange     |<-------------->|
+
+In a mixed precision `data` and `grad` stay float32, and `flat.copy`, the values in a narrower dtype, is what ops see.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class FlatBuffer:
 
     Attributes:
         data, grad: (n,) arrays.
+        copy: (n,) what ops see instead of `data`, in a narrower dtype; None where they see `data` itself.
         params: in memory order.
         version: the in-place changes of `data`.
     """
@@ -36,6 +39,7 @@ class FlatBuffer:
         size = sum(p.size for p in params)
         self.data: Array = xp.empty(size, params[0].dtype)
         self.grad: Array = xp.zeros(size, params[0].dtype)
+        self.copy: Array | None = None
         self.params = tuple(params)
         self.version = Version()
         start = 0
@@ -76,8 +80,20 @@ class FlatBuffer:
         check_usable(self.params, "move_grad of")
         storage[...] = self.grad
         self.grad = storage
+        self._place_params()
+
+    def keep_copy(self, dtype: Any) -> None:
+        """Let ops see the values in this dtype from now on, in a copy that follows `data`; `data`'s own: no copy."""
+        self.copy = None if self.data.dtype == dtype else self.data.astype(dtype)
+        self._place_params()
+        self.version.note(self.data, f"{self.params[0].label} ... {self.params[-1].label} (by keep_copy)")
+
+    def _place_params(self) -> None:
+        """Tell the parameters where their memory is now."""
         for p in self.params:
-            p.move_to(self, p.start, p.data, storage[p.start : p.stop].reshape(p.shape))
+            own = slice(p.start, p.stop)
+            data, grad = self.data[own].reshape(p.shape), self.grad[own].reshape(p.shape)
+            p.move_to(self, p.start, data, grad, None if self.copy is None else self.copy[own].reshape(p.shape))
 
     @staticmethod
     def adopt(params: Iterable[Parameter]) -> list[FlatRange]:
@@ -153,15 +169,30 @@ class FlatRange:
         return self.flat.data[self.start : self.stop]
 
     @property
+    def copy(self) -> Array | None:
+        """(n,) what ops see in place of `data`, a view, or None where they see `data` itself."""
+        return None if self.flat.copy is None else self.flat.copy[self.start : self.stop]
+
+    @property
     def grad(self) -> Array:
         """(n,) gradients, a view; those that backward did not reach are filled with zeros first."""
         for p in self.params:
             p.fill_missing_grad()
         return self.flat.grad[self.start : self.stop]
 
-    def note_change(self, by: str) -> None:
-        """Note that the values were changed in place, so that a backward that still needs them can say so."""
-        self.flat.version.note(self.data, f"{self.params[0].label} ... {self.params[-1].label} (by {by})")
+    def note_change(self, by: str, *, copied: bool = False) -> None:
+        """Note that the values were changed in place, so that a backward that still needs them can say so.
+
+        Args:
+            copied: the copy that ops see has been written already.
+        """
+        name = f"{self.params[0].label} ... {self.params[-1].label} (by {by})"
+        self.flat.version.note(self.data, name)
+        copy = self.copy
+        if copy is not None:
+            if not copied:
+                copy[...] = self.data
+            self.flat.version.note(copy, name)
 
 
 def zero_grad(params: Iterable[Parameter]) -> None:

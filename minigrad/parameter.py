@@ -1,8 +1,12 @@
-"""Parameter: a named leaf that a module owns. Hold: what somebody who works with its gradient leaves there."""
+"""Parameter: a named leaf that a module owns. Hold: what somebody who works with its gradient leaves there.
+
+A parameter may be seen by ops in a narrower dtype than it is trained in (`precision.py`): then `data`, the gradient
+and all that an optimizer keeps are float32, and `_data`, what ops read, is a copy that follows `data`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,7 +48,7 @@ class Parameter(Tensor):
         hold: who has a claim on the gradient now, if anybody.
     """
 
-    __slots__ = ("flat", "hold", "name", "start")
+    __slots__ = ("_master", "flat", "hold", "name", "start")
 
     def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
         array = data if xp_of(data) is not np else np.asarray(data)
@@ -54,6 +58,25 @@ class Parameter(Tensor):
         self.flat: FlatBuffer | None = None
         self.start = 0
         self.hold: Hold | None = None
+        self._master: Array | None = None  # what is trained, where ops see a copy of it
+
+    @property
+    def data(self) -> Array:
+        """The values. Assigning copies in: shape must match, the dtype is kept."""
+        return self._data if self._master is None else self._master
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        value = value if hasattr(value, "shape") else np.asarray(value)
+        if value.shape != self.shape:
+            raise ValueError(f"{self.label}.data has shape {self.shape}, got {value.shape}")
+        self.data[...] = value
+        self.note_change()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of `data`, also where ops see a narrower copy."""
+        return self.data.dtype
 
     @property
     def label(self) -> str:
@@ -69,6 +92,12 @@ class Parameter(Tensor):
         if self.hold is not None:
             self.refuse_grad("backward into")
         super().accumulate_grad(g)
+
+    def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
+        """Let a `WeightVjp` write or add its contribution to the gradient; refused while it is held."""
+        if self.hold is not None:
+            self.refuse_grad("backward into")
+        return super().accumulate_from(write, g)
 
     def refuse_grad(self, what: str) -> NoReturn:
         """Raise RuntimeError: `what` cannot be done while this gradient is held."""
@@ -87,18 +116,31 @@ class Parameter(Tensor):
     def grad_view(self) -> Array:
         """Return the gradient's memory for writing; it counts as written from now on."""
         if self._grad is None:
-            self._grad = xp_of(self._data).empty_like(self._data)
+            self._grad = xp_of(self._data).empty_like(self.data)
         self._fresh = False
         return self._grad
 
     def __getstate__(self) -> Any:
         check_usable([self], "a copy of")
         attributes, slots = super().__getstate__()
-        return attributes, slots | {"flat": None, "start": 0, "hold": None}
+        # A copy has no owner, and so no copy for ops to see: it is float32.
+        return attributes, slots | {"flat": None, "start": 0, "hold": None, "_data": self.data, "_master": None}
 
-    def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array) -> None:
-        """Let `flat` own the memory from now on; the values are already there."""
-        self._data, self._grad, self.flat, self.start, self._version = data, grad, flat, start, flat.version
+    def note_change(self, by: str = "") -> None:
+        """Note that the values were changed in place, and let the copy that ops see follow."""
+        if self._master is not None:
+            self._data[...] = self._master
+            self.version.note(self._master, self.label)
+        super().note_change(by)
+
+    def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array, copy: Array | None = None) -> None:
+        """Let `flat` own the memory from now on; the values are already there.
+
+        Args:
+            copy: what ops see instead of `data`, with the same values in a narrower dtype.
+        """
+        self._data, self._master = (data, None) if copy is None else (copy, data)
+        self._grad, self.flat, self.start, self._version = grad, flat, start, flat.version
 
 
 def check_usable(params: Iterable[Parameter], what: str) -> None:

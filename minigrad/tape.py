@@ -136,6 +136,29 @@ class Joint:
         return [grads[i] for i in self.positions]  # type: ignore[misc]
 
 
+class WeightVjp:
+    """The vjp of a weight: it can also write straight into the gradient's memory, in the gradient's own dtype.
+
+    So no gradient is copied, and where weights are of half precision theirs are summed up in float32.
+
+    Args:
+        weight: of the op's arguments the one that this is for; only shape and dtype are kept.
+        write: (g, out, add): write the contribution into `out`, or add it to what is there.
+    """
+
+    __slots__ = ("dtype", "shape", "write")
+
+    def __init__(self, weight: Array, write: Callable[[Array, Array, bool], None]) -> None:
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self.write = write
+
+    def __call__(self, g: Array) -> Array:
+        out: Array = xp_of(g).empty(self.shape, self.dtype)
+        self.write(g, out, False)
+        return out
+
+
 class Replay:
     """In place of vjps: run the forward again, and walk the tape that it records. See `recomputation.py`.
 
@@ -277,6 +300,8 @@ def kept_arrays(held: Any) -> Iterator[Array]:
             yield from kept_arrays(item)
     elif isinstance(held, Joint):
         yield from kept_arrays(held.vjp)
+    elif isinstance(held, WeightVjp):
+        yield from kept_arrays(held.write)
     elif isinstance(held, Replay):
         yield from held.keeps
     elif hasattr(held, "__closure__"):

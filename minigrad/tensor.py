@@ -6,6 +6,7 @@ business. `parameter.py` has the leaf that a module owns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,6 +102,19 @@ class Tensor:
             self._grad = xp_of(self._data).empty_like(self._data)
         self._grad[...] = g
         self._fresh = False
+
+    def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
+        """Let a `WeightVjp` write its contribution straight into the gradient, or add it to what is there.
+
+        Returns:
+            The gradient.
+        """
+        add = not self._fresh
+        if self._grad is None:
+            self._grad = xp_of(self._data).empty_like(self.data)
+        write(g, self._grad, add)
+        self._fresh = False
+        return self._grad
 
     def _open_grad(self) -> None:
         """Check that the gradient may be replaced: a parameter's may be held by somebody."""
