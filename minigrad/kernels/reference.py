@@ -17,17 +17,26 @@ from minigrad.backend import Array, is_half, scatter_add_rows, widened, xp_of
 
 __all__ = [
     "adamw",
+    "add",
     "attention_dscores",
     "attention_weights",
+    "causal_attention",
+    "checked_ids",
+    "column_sum",
     "cross_entropy",
+    "cross_entropy_dlogits",
+    "embedding",
     "embedding_dtable",
     "gelu",
     "layer_norm",
     "layer_norm_dgain",
     "layer_norm_dx",
     "leaky_relu",
+    "linear",
     "log_softmax",
     "log_softmax_dx",
+    "multiply",
+    "product",
     "relu",
     "rms_norm",
     "rms_norm_dgain",
@@ -71,6 +80,57 @@ def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
         x = x * xp_of(x).asarray(scale, x.dtype)
     bits = np.dtype(f"i{x.itemsize}")
     return (x.view(bits) & -keep.astype(bits)).view(x.dtype)
+
+
+# Products, and sums of two. An `out` of another dtype than the operands gets what would have been rounded to theirs.
+
+
+def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
+    """Return a b, of matrices or stacks of them, written or added into `out` if there is one.
+
+    Half precision goes through float32 on the CPU, where NumPy is much faster at that; so do stacks of bfloat16 on a
+    GPU, since CuPy has no product for them.
+    """
+    half = a.dtype == b.dtype and is_half(a.dtype)
+    if out is None:
+        if half and (xp_of(a) is np or (a.dtype.kind == "V" and (a.ndim > 2 or b.ndim > 2))):
+            return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
+        return a @ b
+    if not add and a.dtype == b.dtype == out.dtype and not half:
+        return xp_of(a).matmul(a, b, out)
+    return _put(widened(a) @ widened(b), out, add)
+
+
+def linear(x: Array, w: Array, b: Array) -> Array:
+    """Return x w + b; w (n, k), b (k,)."""
+    y = product(x, w)
+    if b.dtype != y.dtype:
+        return y + b
+    y += b
+    return y
+
+
+def column_sum(g: Array, out: Array | None = None, add: bool = False) -> Array:
+    """Return the sum of g over rows, (n,), written or added into `out` if there is one. In float32 at least."""
+    g = widened(g)
+    total = xp_of(g).ones(len(g), g.dtype) @ g  # a GEMV is faster than sum(0)
+    return total if out is None else _put(total, out, add)
+
+
+def _put(c: Array, out: Array, add: bool) -> Array:
+    """Write c into `out`, or add it."""
+    out[...] = out + c if add else c
+    return out
+
+
+def add(x: Array, y: Array) -> Array:
+    """Return x + y, of one shape and dtype."""
+    return x + y
+
+
+def multiply(x: Array, y: Array) -> Array:
+    """Return x y, of one shape and dtype."""
+    return x * y
 
 
 # Functions of one number. Any shape.
@@ -260,6 +320,14 @@ def cross_entropy(logits: Array, targets: Array, smoothing: float, weight: float
     return losses, p
 
 
+def cross_entropy_dlogits(dlogits: Array, g: Array, dtype: Any) -> Array:
+    """Return what `cross_entropy` gave times the cotangent g of the loss, a scalar, in the dtype of the logits.
+
+    Called once: it may be in the memory of `dlogits`.
+    """
+    return (dlogits * g).astype(dtype, copy=False)
+
+
 def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
     """Return y = h gain + bias, h = (x - mean) / sqrt(var + eps), with the mean and 1 / sqrt(var + eps) of each row.
 
@@ -334,6 +402,17 @@ def _through_rms(t: Array, h: Array, inverse: Array) -> Array:
     return t
 
 
+def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array], Array]] | None:
+    """Return causal attention of packed queries, keys and values, and its vjp, in one piece; None: compose it.
+
+    Args:
+        qkv: (B, T, 3 C), C divisible by num_heads.
+    Returns:
+        (B, T, C), and the function from its cotangent to that of qkv.
+    """
+    return None
+
+
 # Attention: between its two products, a block of queries at a time. Scores are (..., r, s) for r queries and s keys.
 
 
@@ -374,18 +453,40 @@ def attention_dscores(dp: Array, e: Array, gr: Array, y: Array) -> Array:
     return dp
 
 
-def embedding_dtable(g: Array, ids: Array, num_rows: int) -> Array:
-    """Return (num_rows, n): in row v the sum of g[i] where ids[i] == v; in float32 where g is of half precision.
+def checked_ids(what: str, ids: Array, num_rows: int) -> Array:
+    """Return (m,) ids for the kernels that take some.
+
+    Raises:
+        IndexError: an id is not in [0, num_rows). A GPU cannot be asked in the middle of a step: there whatever is
+            looked up with such an id is nan, and so is the loss.
+    """
+    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
+        raise IndexError(f"{what} must be in [0, {num_rows}), got {ids.min()} to {ids.max()}")
+    return ids
+
+
+def embedding(table: Array, ids: Array) -> Array:
+    """Return rows of the table, (m, n), in the order of checked ids."""
+    return table.take(ids, axis=0)
+
+
+def embedding_dtable(g: Array, ids: Array, out: Array, add: bool) -> None:
+    """Write into row v of `out` the sum of g[i] where ids[i] == v, or add it.
 
     Args:
-        ids: (m,) integers in [0, num_rows).
+        g: (m, n), ids: (m,) checked, out: (V, n).
     """
-    xp, g = xp_of(g), widened(g)  # a row may be the sum of thousands
+    xp, g, num_rows = xp_of(g), widened(g), len(out)  # a row may be the sum of thousands
     if num_rows <= 256:  # a product with the one-hot matrix is faster than any scatter
-        return (xp.arange(num_rows)[:, None] == ids).astype(g.dtype) @ g
-    dtable: Array = xp.zeros((num_rows, g.shape[1]), g.dtype)
-    scatter_add_rows(dtable, ids, g)
-    return dtable
+        product((xp.arange(num_rows)[:, None] == ids).astype(g.dtype), g, out, add)
+    elif out.dtype == g.dtype:
+        if not add:
+            out[...] = 0
+        scatter_add_rows(out, ids, g)
+    else:
+        dtable: Array = xp.zeros(out.shape, g.dtype)
+        scatter_add_rows(dtable, ids, g)
+        _put(dtable, out, add)
 
 
 # Flat arrays (n,) of an optimizer. State of half precision parameters is float32; see `optim.py`.

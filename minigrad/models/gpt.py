@@ -24,7 +24,7 @@ from minigrad.nn import (
     Sequential,
     normal,
 )
-from minigrad.ops import gelu
+from minigrad.ops import gelu, unembed
 from minigrad.tensor import Tensor
 
 
@@ -93,7 +93,7 @@ class GPTHead(Module):
         self.token = param.at("embed").at("token")("weight", (config.vocab_size, config.width), normal(0.02))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(x) @ self.token.T
+        return unembed(self.norm(x), self.token)
 
 
 def layers(config: GPTConfig) -> list[tuple[str, LayerFactory]]:

@@ -28,7 +28,7 @@ from minigrad.ops.elementwise import (
     tanh,
 )
 from minigrad.ops.indexing import getitem, split
-from minigrad.ops.linalg import linear, matmul, outer
+from minigrad.ops.linalg import linear, matmul, outer, unembed
 from minigrad.ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse
 from minigrad.ops.nn import dropout, embedding, layer_norm, log_softmax, rms_norm, softmax
 from minigrad.ops.reduce import cumsum, logsumexp, max, mean, min, norm, prod, std, sum, var
@@ -114,6 +114,7 @@ __all__ = [
     "swapaxes",
     "tanh",
     "transpose",
+    "unembed",
     "var",
     "where",
 ]

@@ -48,8 +48,9 @@ def gelu(x: Array, *, exact: bool = False) -> tuple[Array, tuple[Vjp]]:
     The residual is the derivative itself, so backward is one product.
     Source: Hendrycks and Gimpel 2016, section 2, with tanh(u) = 2 s(2u) - 1.
     """
-    y, d = kernels_of(x).gelu(x, exact)
-    return y, (lambda g: g * d,)
+    kernels = kernels_of(x)
+    y, d = kernels.gelu(x, exact)
+    return y, (lambda g: kernels.multiply(g, d),)
 
 
 @op

@@ -86,6 +86,10 @@ def causal_attention(qkv: Array, *, num_heads: int) -> tuple[Array, tuple[Vjp]]:
     head = width3 // (3 * num_heads)
     if head * 3 * num_heads != width3:
         raise ValueError(f"attention: the width must be divisible by num_heads, got {width3 / 3:g} and {num_heads}")
+    whole = kernels_of(qkv).causal_attention(qkv, num_heads)
+    if whole is not None:
+        y, vjp_qkv = whole
+        return y, (vjp_qkv,)
     xp = xp_of(qkv)
 
     def heads(array: Array, num_parts: int) -> list[Array]:
@@ -93,7 +97,7 @@ def causal_attention(qkv: Array, *, num_heads: int) -> tuple[Array, tuple[Vjp]]:
         parts = array.reshape(batch, time, num_parts, num_heads, head)
         return [parts[:, :, i].swapaxes(1, 2) for i in range(num_parts)]
 
-    y: Array = xp.empty((batch, time, width3 // 3), qkv.dtype)
+    y = xp.empty((batch, time, width3 // 3), qkv.dtype)
     backward = _attend(*heads(qkv, 3), *heads(y, 1), causal=True, mask=None)
 
     def vjp(g: Array) -> Array:
@@ -140,7 +144,7 @@ def _attend_at_once(
                   # # #
     """
     xp, num_queries, num_keys = xp_of(q), q.shape[-2], k.shape[-2]
-    if xp is np:  # which has no fast product of half precision matrices, as a GPU has
+    if xp is np or q.dtype.kind == "V":  # NumPy has no fast product of half precision, CuPy none of bfloat16 stacks
         q, k, v = widened(q), widened(k), widened(v)
     kernels, scale = kernels_of(q, k, v), q.shape[-1] ** -0.5
     small = _scores_are_small(q, k, scale)

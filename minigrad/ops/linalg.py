@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from minigrad.backend import Array, xp_of
+from minigrad.backend import Array
+from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit, fit_one, in_floating_dtype, product, unbroadcast
-from minigrad.tape import Vjp, op
+from minigrad.tape import Vjp, WeightVjp, op
 
 
 @op
@@ -55,22 +56,43 @@ def linear(x: Array, w: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
     if w.ndim != 2 or x.shape[-1:] != w.shape[:1] or b.shape != w.shape[1:]:
         raise ValueError(f"linear: x (..., n), w (n, m) and b (m,) do not fit, got {x.shape}, {w.shape} and {b.shape}")
     x, w, b = in_floating_dtype(x, w, b)
-    rows, m = _rows(x), w.shape[1]
-    y = product(rows, w)
-    if b.dtype == y.dtype:
-        y += b
-    else:
-        y = y + b
-    y = y.reshape(*x.shape[:-1], m)
+    kernels, rows = kernels_of(x, w, b), _rows(x)
 
-    def vjp_b(g: Array) -> Array:
-        rows_g = _rows(g)
-        return product(xp_of(g).ones(len(rows_g), g.dtype), rows_g)  # a GEMV is faster than sum(0)
+    def write_dw(g: Array, out: Array, add: bool) -> None:
+        kernels.product(rows.T, _rows(g), out, add)
 
-    return y, (
-        fit_one(x, lambda g: product(_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
-        fit_one(w, lambda g: product(rows.T, _rows(g))),
-        fit_one(b, vjp_b),
+    def write_db(g: Array, out: Array, add: bool) -> None:
+        kernels.column_sum(_rows(g), out, add)
+
+    return kernels.linear(rows, w, b).reshape(*x.shape[:-1], w.shape[1]), (
+        fit_one(x, lambda g: kernels.product(_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
+        WeightVjp(w, write_dw),
+        WeightVjp(b, write_db),
+    )
+
+
+@op
+def unembed(x: Array, table: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
+    """Score each row of a table of embeddings: y = x table^T. dx = g table, dtable = g^T x.
+
+    Args:
+        x: (..., n), table: (V, n).
+    Returns:
+        (..., V).
+    Raises:
+        ValueError: the widths do not fit.
+    """
+    if table.ndim != 2 or x.shape[-1:] != table.shape[1:]:
+        raise ValueError(f"unembed: x (..., n) and table (V, n) do not fit, got {x.shape} and {table.shape}")
+    x, table = in_floating_dtype(x, table)
+    kernels, rows = kernels_of(x, table), _rows(x)
+
+    def write_dtable(g: Array, out: Array, add: bool) -> None:
+        kernels.product(_rows(g).T, rows, out, add)
+
+    return kernels.product(rows, table.T).reshape(*x.shape[:-1], len(table)), (
+        fit_one(x, lambda g: kernels.product(_rows(g), table).reshape(x.shape)),
+        WeightVjp(table, write_dtable),
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from minigrad.backend import Array, widened, xp_of
+from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.tape import Vjp, op
+from minigrad.ops.operands import put
+from minigrad.tape import Vjp, WeightVjp, op
 
 
 @op
@@ -39,20 +40,19 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = 1e-5) -> tupl
         x: (..., n), gain: (n,), bias: (n,).
     Source: Ba et al. 2016, Layer normalization.
     """
-    kernels, rows, shape, bias_dtype = kernels_of(x, gain, bias), _rows(x), x.shape, bias.dtype
+    kernels, rows, shape = kernels_of(x, gain, bias), _rows(x), x.shape
     y, mean, inverse = kernels.layer_norm(rows, gain, bias, eps)
 
     def vjp_x(g: Array) -> Array:
         return kernels.layer_norm_dx(_rows(g), rows, mean, inverse, gain).reshape(shape)
 
-    def vjp_gain(g: Array) -> Array:
-        return kernels.layer_norm_dgain(_rows(g), rows, mean, inverse).astype(gain.dtype, copy=False)
+    def write_dgain(g: Array, out: Array, add: bool) -> None:
+        put(kernels.layer_norm_dgain(_rows(g), rows, mean, inverse), out, add)
 
-    def vjp_bias(g: Array) -> Array:
-        g = _rows(widened(g))
-        return (xp_of(g).ones(len(g), g.dtype) @ g).astype(bias_dtype, copy=False)
+    def write_dbias(g: Array, out: Array, add: bool) -> None:
+        kernels.column_sum(_rows(g), out, add)
 
-    return y.reshape(shape), (vjp_x, vjp_gain, vjp_bias)
+    return y.reshape(shape), (vjp_x, WeightVjp(gain, write_dgain), WeightVjp(bias, write_dbias))
 
 
 @op
@@ -71,10 +71,10 @@ def rms_norm(x: Array, gain: Array, *, eps: float = 1e-5) -> tuple[Array, tuple[
     def vjp_x(g: Array) -> Array:
         return kernels.rms_norm_dx(_rows(g), rows, inverse, gain).reshape(shape)
 
-    def vjp_gain(g: Array) -> Array:
-        return kernels.rms_norm_dgain(_rows(g), rows, inverse).astype(gain.dtype, copy=False)
+    def write_dgain(g: Array, out: Array, add: bool) -> None:
+        put(kernels.rms_norm_dgain(_rows(g), rows, inverse), out, add)
 
-    return y.reshape(shape), (vjp_x, vjp_gain)
+    return y.reshape(shape), (vjp_x, WeightVjp(gain, write_dgain))
 
 
 def _rows(x: Array) -> Array:
@@ -102,19 +102,18 @@ def embedding(table: Array, ids: Array) -> tuple[Array, tuple[Vjp, None]]:
         ids: (...) integers in [0, V).
     Raises:
         TypeError: ids are not integers.
-        IndexError: an id is out of range.
+        IndexError: an id is out of range. On a GPU, which cannot be asked in the middle of a step, its row is nan.
     """
     num_rows, width = table.shape
     if ids.dtype.kind not in "iu":
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}")
-    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
-        raise IndexError(f"embedding: ids must be in [0, {num_rows}), got {ids.min()} to {ids.max()}")
-    kernels, rows, dtype = kernels_of(table), ids.reshape(-1), table.dtype
+    kernels = kernels_of(table)
+    rows = kernels.checked_ids("embedding: ids", ids.reshape(-1), num_rows)
 
-    def vjp(g: Array) -> Array:
-        return kernels.embedding_dtable(g.reshape(-1, width), rows, num_rows).astype(dtype, copy=False)
+    def write_dtable(g: Array, out: Array, add: bool) -> None:
+        kernels.embedding_dtable(g.reshape(-1, width), rows, out, add)
 
-    return table.take(rows, axis=0).reshape(*ids.shape, width), (vjp, None)
+    return kernels.embedding(table, rows).reshape(*ids.shape, width), (WeightVjp(table, write_dtable), None)
 
 
 @op

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array, is_half, xp_of
+from minigrad.kernels import kernels_of
 from minigrad.tape import Vjp
 
 Axis = int | tuple[int, ...] | None
@@ -110,14 +111,13 @@ def add_up(x: Array, *, axis: Axis = None, keepdims: bool = False) -> Array:
 
 
 def product(a: Array, b: Array) -> Array:
-    """Multiply matrices. Half precision goes through float32 on the CPU, where NumPy is much faster at that.
+    """Multiply matrices, or stacks of them."""
+    return kernels_of(a, b).product(a, b)
 
-    So do stacks of bfloat16 on a GPU, since CuPy has no product for them.
-    """
-    half = a.dtype == b.dtype and is_half(a.dtype)
-    if half and (xp_of(a) is np or (a.dtype.kind == "V" and (a.ndim > 2 or b.ndim > 2))):
-        return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
-    return a @ b
+
+def put(c: Array, out: Array, add: bool) -> None:
+    """Write c into `out`, or add it: the end of a `WeightVjp`."""
+    out[...] = out + c if add else c
 
 
 def select(condition: Array, a: Any, b: Any, dtype: np.dtype[Any]) -> Array:

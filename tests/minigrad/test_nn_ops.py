@@ -221,8 +221,8 @@ def test_float16_sums_have_room_inside(function: Callable[..., mg.Tensor], array
     def run(dtype: Any) -> list[Array]:
         leaves = [leaf(x, dtype) for x in arrays]
         y = function(*leaves)
-        mg.backward_with_grad(y, np.linspace(1, 2, y.data.size).reshape(y.shape).astype(dtype))
-        return [y.data, *(x.grad for x in leaves if x.grad is not None)]
+        mg.backward_with_grad(y, np.linspace(1, 2, y.data.size).reshape(y.shape).astype(y.dtype))
+        return [y.data.astype(dtype), *(x.grad for x in leaves if x.grad is not None)]
 
     for half, double in zip(run(np.float16), run(np.float64), strict=True):
         assert half.dtype == np.float16

@@ -20,6 +20,7 @@ from minigrad import ops
 from minigrad.backend import Array, scatter_add_rows, to_device
 
 ROWS = op_rows_math.ROWS + op_rows_nn.ROWS
+LOSSES = ("binary_cross_entropy_with_logits", "cross_entropy", "mse")
 
 
 def row_id(row: Row) -> str:
@@ -65,9 +66,9 @@ def test_vjp_is_the_derivative(row: Row) -> None:
 def test_dtype_is_kept(row: Row, dtype: Any) -> None:
     kwargs = {**row.kwargs, "dtype": dtype} if row.name == "astype" else row.kwargs
     y, leaves = record(Row(row.name, row.plain, row.args, kwargs), row.sample(dtype))
-    assert y.dtype == dtype
+    assert y.dtype == (np.float32 if row.name in LOSSES else dtype)  # a loss in half precision has three digits
     assert y.node is not None
-    g = read_only(np.ones(y.shape, dtype))
+    g = read_only(np.ones(y.shape, y.dtype))
     vjps = y.node.vjps
     contributions = vjps(g) if isinstance(vjps, mg.Joint) else [vjp(g) for vjp in vjps]
     # What a vjp returns, not leaf.grad: a leaf copies into its own dtype and would hide a wide one.

@@ -175,6 +175,8 @@ ROWS = [
     row("linear", lambda x, w, b: x @ w + b, normal(0, 3), normal(3, 2), normal(2)),
     row("outer", np.outer, normal(2), normal(3)),
     row("outer", np.outer, normal(0), normal(3)),
+    row("unembed", lambda x, table: x @ table.T, normal(2, 3, 4), normal(5, 4)),
+    row("unembed", lambda x, table: x @ table.T, normal(0, 4), normal(5, 4)),
     row("einsum", plain_einsum, normal(2, 3), normal(3, 4), subscripts="ij,jk->ik"),
     row("einsum", plain_einsum, normal(2, 3, 4), normal(2, 5, 4), subscripts="bik,bjk->bij"),
     row("einsum", plain_einsum, normal(2, 3), normal(3, 4), normal(4), subscripts="ij, jk, k -> i"),

@@ -143,6 +143,7 @@ COUNTERPARTS: dict[str, Callable[..., Tensor]] = {
     "sum": reduction(torch.sum),
     "swapaxes": lambda x, axis1, axis2: torch.swapaxes(x, axis1, axis2),
     "tanh": torch.tanh,
+    "unembed": lambda x, table: x @ table.T,
     "transpose": lambda x, axes=None: x.permute(tuple(reversed(range(x.ndim))) if axes is None else axes),
     "var": spread(torch.var),
     "where": torch.where,

@@ -1,0 +1,123 @@
+"""In which dtype ops see parameters, and what float16's narrow range asks for.
+
+    what is trained     float32     values, gradients and the optimizer's state, in the flat buffers
+    what ops see        half        one copy of the values, which the optimizer keeps up
+
+Activations take the dtype of the weights that they meet, so a model needs no other change. Inside ops sums, softmaxes,
+norms and losses are computed in float32, and gradients of weights arrive in float32: docs/design.md has the table.
+A checkpoint holds what is trained, so a run may go on in another precision.
+
+bfloat16 has float32's range and needs no more than this. float16 reaches from 6e-8 to 65504:
+a `LossScale` keeps gradients inside.
+
+Source: Micikevicius et al. 2018, Mixed precision training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minigrad.flat import FlatBuffer
+from minigrad.kernels import kernels_of
+from minigrad.parameter import Parameter
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+def dtype_of(precision: str) -> np.dtype[Any]:
+    """Return the dtype that ops see in this precision.
+
+    Raises:
+        ValueError: there is no such precision.
+        ModuleNotFoundError: bfloat16 needs ml_dtypes, which is not installed.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision != "bfloat16":
+        return np.dtype(precision)
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def use_precision(params: Iterable[Parameter], precision: str) -> None:
+    """Let ops see float32 parameters in this precision from now on; `data` and `grad` stay float32.
+
+    Args:
+        params: all that lie in the same flat buffers; those without an owner get one.
+    Raises:
+        ValueError: there is no such precision, a parameter is not float32, or others share its flat buffer.
+    """
+    dtype, params = dtype_of(precision), list(params)
+    for p in params:
+        if p.dtype != np.float32:
+            raise ValueError(f"a precision is for float32 parameters, but {p.label} is {p.dtype}")
+    chosen = set(params)
+    flats = dict.fromkeys(part.flat for part in FlatBuffer.adopt(params))
+    for flat in flats:
+        for p in flat.params:
+            if p not in chosen:
+                raise ValueError(f"parameters of one flat buffer have one precision, but {p.label} is left out")
+    for flat in flats:
+        flat.keep_copy(dtype)
+
+
+@dataclass
+class LossScale:
+    """A factor on the loss that keeps float16 gradients away from 0, and from infinity.
+
+        mg.backward(loss * scale.value)
+        scale.unscale(params)
+        norm = clip_by_global_norm(params, 1.0)
+        if scale.update(norm):
+            optimizer.step()
+
+    Of several ranks, all must see the same norm: that of the whole model, after gradients were reduced.
+
+    Attributes:
+        value: of the factor now; a power of two, so that it rounds nothing.
+        growth_steps: so many good steps in a row double it.
+        num_skipped: steps whose gradients were not finite.
+    """
+
+    value: float = 2.0**16
+    growth_steps: int = 2000
+    num_skipped: int = 0
+    _num_good: int = 0
+
+    def unscale(self, params: Iterable[Parameter]) -> None:
+        """Divide all gradients by the factor, in place."""
+        for part in FlatBuffer.adopt(params):
+            grad = part.grad
+            kernels_of(grad).scale(grad, 1 / self.value)
+
+    def update(self, norm: float) -> bool:
+        """Return whether a step may be taken with gradients of this norm; if not, halve the factor.
+
+        Args:
+            norm: of the unscaled gradients: infinite or nan where one of them is.
+        """
+        if math.isfinite(norm):
+            self._num_good += 1
+            if self._num_good == self.growth_steps:
+                self.value, self._num_good = min(self.value * 2, 2.0**24), 0
+            return True
+        self.value, self._num_good = max(self.value / 2, 1.0), 0
+        self.num_skipped += 1
+        return False
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a run needs to go on."""
+        return {"value": self.value, "num_skipped": self.num_skipped, "num_good": self._num_good}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a `state_dict`."""
+        self.value, self.num_skipped = float(state["value"]), int(state["num_skipped"])
+        self._num_good = int(state["num_good"])
