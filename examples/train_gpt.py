@@ -28,6 +28,7 @@ from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer, grad_square_sum, scale_to_norm
+from minigrad.precision import use_precision
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
 
 MAX_GRAD_NORM = 1.0
@@ -69,6 +70,8 @@ def main() -> None:
         bucket_bytes=int(settings.bucket_mb * 2**20),
         comm_hook=pipe.recorder.comm_hook(allreduce),
     )
+    if settings.precision != "float32":
+        or_fail(lambda: use_precision(stages.parameters(), settings.precision))
     batches = TokenBatches(
         train,
         batch_size=settings.batch,

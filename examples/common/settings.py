@@ -211,12 +211,18 @@ class LayoutSettings(HybridSettings):
     dropout: float = flag(0.0, "share of activations dropped in training, from 0 to below 1", "P")
     bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
     device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", "{cpu,cuda}")
+    precision: str = flag(
+        "float32", "of what layers compute; weights, gradients and checkpoints stay float32", "{float32,bfloat16}"
+    )
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
         yield 0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, got {self.dropout}"
         yield 0 < self.bucket_mb < math.inf, f"--bucket-mb must be above 0 and finite, got {self.bucket_mb}"
         yield self._one_of("device", DEVICES)
+        yield self._one_of("precision", ("float32", "bfloat16"))
+        wide = f"--precision bfloat16 trains float32 weights, got --dtype {self.dtype}"
+        yield self.precision == "float32" or self.dtype == "float32", wide
 
 
 def check(settings: RunSettings, world_size: int) -> None:

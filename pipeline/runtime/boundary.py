@@ -41,8 +41,8 @@ class ArraySpec(NamedTuple):
         Raises:
             ValueError: there are too many axes, or the dtype's name does not tell all of it.
         """
-        name = self.dtype.str
-        if len(name) > _MAX_DTYPE_LETTERS or np.dtype(name) != self.dtype:
+        name = _name_of(self.dtype)
+        if name is None or len(name) > _MAX_DTYPE_LETTERS:
             raise ValueError(
                 f"an array between stages needs a plain dtype, with a name of at most {_MAX_DTYPE_LETTERS} letters, "
                 f"got {self.dtype}"
@@ -61,6 +61,17 @@ class ArraySpec(NamedTuple):
         code, axes = int(row[0]), int(row[1])
         dtype = np.dtype(code.to_bytes(8, "big").lstrip(b"\0").decode())
         return ArraySpec(tuple(int(n) for n in row[2 : 2 + axes]), dtype)
+
+
+def _name_of(dtype: np.dtype[Any]) -> str | None:
+    """Return a name that NumPy knows the dtype by: `<f4`, or as for ml_dtypes' types `bfloat16`. None: it has none."""
+    for name in (dtype.str, dtype.name):
+        try:
+            if np.dtype(name) == dtype:
+                return name
+        except TypeError:
+            continue
+    return None
 
 
 class Bundle(NamedTuple):

@@ -48,7 +48,7 @@ def test_each_flag_sets_its_field() -> None:
         device="cuda",
     )
     unchanged = [f.name for f in fields(LayoutSettings) if getattr(settings, f.name) == f.default]
-    assert unchanged == ["resume", "dp", "pp"]
+    assert unchanged == ["resume", "dp", "pp", "precision"]  # the last does not go with float64
 
 
 def test_only_a_pipeline_cuts_its_batch() -> None:
@@ -88,6 +88,12 @@ def test_only_a_pipeline_cuts_its_batch() -> None:
         ({"bucket_mb": math.inf}, 1, "--bucket-mb must be above 0 and finite, got inf"),
         ({"schedule": "zigzag"}, 1, f"--schedule must be one of {', '.join(SCHEDULES)}, got zigzag"),
         ({"device": "tpu"}, 1, "--device must be one of cpu, cuda, got tpu"),
+        ({"precision": "fp8"}, 1, "--precision must be one of float32, bfloat16, got fp8"),
+        (
+            {"precision": "bfloat16", "dtype": "float64"},
+            1,
+            "--precision bfloat16 trains float32 weights, got --dtype float64",
+        ),
         ({"dtype": "int8"}, 1, "--dtype must be one of float32, float64, got int8"),
         ({"progress": "pie"}, 1, "--progress must be one of auto, bar, lines, got pie"),
     ],

@@ -224,7 +224,7 @@ def test_bad_input_is_refused(params: Any, precision: str, message: str) -> None
 def test_part_of_a_flat_is_refused() -> None:
     params = MLP([3, 2]).parameters()
     FlatBuffer.adopt(params)
-    with pytest.raises(ValueError, match="one flat buffer have one precision, but .* is left out"):
+    with pytest.raises(ValueError, match=r"one flat buffer have one precision, but .* is left out"):
         use_precision(params[:1], "bfloat16")
 
 
