@@ -37,7 +37,7 @@ RANKS = {"numpy", "distributed.comm", "distributed"}
 EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
 RULES = {
     # Arrays and derivatives; nothing of ranks.
-    "minigrad": Rule({"numpy", "cupy", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"),
+    "minigrad": Rule({"numpy", "cupy", "ml_dtypes", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"),
     "minigrad.kernels": Rule({"numpy", "numba", "minigrad.backend"}, "minigrad.kernels.cpu -> minigrad.tape"),
     "minigrad.ops": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.ops.nn -> minigrad.nn.layers"),
     "minigrad.nn": Rule(TENSORS | {"minigrad.ops"}, "minigrad.nn.layers -> minigrad.models.gpt"),
