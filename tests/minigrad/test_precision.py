@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -276,3 +277,9 @@ def test_a_float16_gpt_trains_with_a_loss_scale_that_starts_too_high() -> None:
     assert 0 < scale.num_skipped < 15
     assert losses[-1] < losses[0] / 2
     assert all(np.isfinite(p.data).all() for p in model.parameters())
+
+
+def test_a_copy_of_a_model_is_float32_and_has_the_values_that_are_trained() -> None:
+    model = model_in("bfloat16")
+    x, _ = batch()
+    np.testing.assert_array_equal(deepcopy(model)(x).data, GPT(CONFIG)(x).data)
