@@ -1,8 +1,9 @@
 """Ranks: communicators, data parallelism, and what surrounds them."""
 
-from distributed.comm.communicator import Communicator, ReduceOp, SoloCommunicator, Work
+from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
+from distributed.comm.solo import SoloCommunicator
 from distributed.comm.world import describe, launched_by_mpi, launcher_rank, launcher_size, local_rank, world
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.ddp import DistributedDataParallel, broadcast_params

@@ -13,6 +13,7 @@ and ends the job: a rank that has failed would leave the others waiting. Nothing
     @pytest.mark.point_to_point         also in worlds whose sends complete only when they are received
     pytest --synchronous-sends          every world is of that kind
     pytest --deterministic              under mpirun, sums in rank order; threads always sum so
+    pytest --unchecked-collectives      under mpirun, ranks do not compare their calls, as in a user's run
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class ProcessRanks:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--synchronous-sends", action="store_true", help="no send completes before its receive is posted")
     parser.addoption("--deterministic", action="store_true", help="MPI's ranks sum in rank order, as threads always do")
+    parser.addoption("--unchecked-collectives", action="store_true", help="MPI's ranks do not compare their calls")
 
 
 @pytest.hookimpl(trylast=True)
@@ -57,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
             synchronous_sends=config.getoption("--synchronous-sends"),
             deterministic=config.getoption("--deterministic"),
             timeout_seconds=TIMEOUT_SECONDS,
+            check_collectives=not config.getoption("--unchecked-collectives"),
         )
         if launcher_rank() != 0:
             config.pluginmanager.unregister(name="terminalreporter")

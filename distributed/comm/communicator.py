@@ -2,9 +2,8 @@
 
 `Communicator` is a group of ranks with collectives and point-to-point messages, named after MPI. Everything that
 moves an array returns a `Work` and does not block; blocking is `.wait()`. The public methods check their arguments
-once, here, before anything is sent, cut what is too long for one message, and take GPU arrays by way of the host where
-the subclass cannot read them; a subclass supplies the methods that start with an underscore. `SoloCommunicator` is the
-group of one, so that a script needs no other code path outside mpirun.
+once, here, before anything is sent, and hand them to `transfer`, which finds the way; a subclass supplies the methods
+that start with an underscore.
 
 Rules that hold for every subclass: all ranks call collectives in the same order; an array handed over must not be
 touched until its Work is complete; the communicator itself keeps unfinished Work and its arrays alive, so dropping a
@@ -14,10 +13,8 @@ already, and its result is there for what that stream does after wait().
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -25,15 +22,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distributed.comm.reduction import ReduceOp, check_reducible
-from distributed.comm.transfer import as_bytes, carry, carry_rows, check_array, unpack
-from distributed.comm.work import Array, CompletedWork, Work
-from minigrad.backend import synchronize, xp_of
+from distributed.comm.transfer import carry, carry_rows, check_array
+from distributed.comm.work import Array, Work
+from minigrad.backend import xp_of
 
-PORTABLE_MAX_TAG = (
-    32767  # every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise
-)
+# Every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise.
+PORTABLE_MAX_TAG = 32767
 MAX_MESSAGE_ELEMENTS = 2**31 - 1  # MPI counts in C ints
-_MAX_MESSAGE_BYTES = 2**31 - 1  # which may count bytes, whatever the dtype
 
 WaitContext = str | Callable[[], str]
 
@@ -88,7 +83,7 @@ class Communicator(ABC):
         """
         self._check_rank("broadcast", "root", root)
         check_array("broadcast", array, written=True)
-        return self._carry("broadcast", array, lambda part: self._broadcast(part, root))
+        return carry(self, "broadcast", array, lambda part: self._broadcast(part, root))
 
     def allreduce(self, array: Array, *, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Overwrite `array` with its reduction over all ranks, on every rank.
@@ -108,7 +103,7 @@ class Communicator(ABC):
         """
         check_array("allreduce", array, written=True)
         check_reducible("allreduce", array.dtype, op)
-        return self._carry("allreduce", array, lambda part: self._allreduce(part, op))
+        return carry(self, "allreduce", array, lambda part: self._allreduce(part, op))
 
     def reduce_scatter(self, flat: Array, *, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Reduce `flat` over ranks and leave this rank its own slice.
@@ -134,7 +129,8 @@ class Communicator(ABC):
                 f"got shape {flat.shape} and {self.size} ranks"
             )
         own = slice(self.rank * flat.size // self.size, (self.rank + 1) * flat.size // self.size)
-        return self._carry_rows(
+        return carry_rows(
+            self,
             "reduce_scatter",
             flat,
             self.size,
@@ -154,7 +150,8 @@ class Communicator(ABC):
         Cost: (size - 1) * array.nbytes received per rank.
         """
         check_array("allgather", array, written=False)
-        return self._carry_rows(
+        return carry_rows(
+            self,
             "allgather",
             array,
             1,
@@ -178,8 +175,8 @@ class Communicator(ABC):
         check_array("all_to_all", array, written=False)
         if array.ndim == 0 or len(array) != self.size:
             raise ValueError(f"all_to_all needs one row for each of {self.size} ranks, got shape {array.shape}")
-        return self._carry_rows(
-            "all_to_all", array, self.size, self._all_to_all, lambda: xp_of(array).empty_like(array)
+        return carry_rows(
+            self, "all_to_all", array, self.size, self._all_to_all, lambda: xp_of(array).empty_like(array)
         )
 
     def buffer(self, num_elements: int, dtype: Any) -> Array:
@@ -253,7 +250,7 @@ class Communicator(ABC):
         """
         self._check_message("isend", "dest", dest, tag)
         check_array("isend", array, written=False)
-        return self._carry("isend", array, lambda part: self._isend(part, dest, tag), written=False)
+        return carry(self, "isend", array, lambda part: self._isend(part, dest, tag), written=False)
 
     def irecv(self, array: Array, *, source: int, tag: int) -> Work:
         """Receive a message of exactly array.nbytes bytes from rank `source` into `array`.
@@ -265,7 +262,7 @@ class Communicator(ABC):
         """
         self._check_message("irecv", "source", source, tag)
         check_array("irecv", array, written=True)
-        return self._carry("irecv", array, lambda part: self._irecv(part, source, tag))
+        return carry(self, "irecv", array, lambda part: self._irecv(part, source, tag))
 
     def send(self, array: Array, *, dest: int, tag: int) -> None:
         """Send and block until `array` may be written to again; see isend."""
@@ -337,29 +334,6 @@ class Communicator(ABC):
         contexts = [what if isinstance(what, str) else what() for what in self._wait_contexts]
         return "".join(f", for {context}" for context in contexts)
 
-    def _carry(self, call: str, array: Array, start: Callable[[Array], Work], *, written: bool = True) -> Work:
-        direct, longest = self._goes_directly(call, array), self._longest_message(array)
-        return carry(array, start, direct=direct, longest=longest, written=written)
-
-    def _carry_rows(
-        self, call: str, array: Array, num_rows: int, start: Callable[[Array], Work], target: Callable[[], Array]
-    ) -> Work:
-        direct, longest = self._goes_directly(call, array), self._longest_message(array)
-        return carry_rows(array, num_rows, start, target, direct=direct, longest=longest)
-
-    def _goes_directly(self, call: str, array: Array) -> bool:
-        """Return whether `array` goes as it is; a GPU array that does is finished first."""
-        if xp_of(array) is np:
-            return True
-        if self._reads_gpu_memory(call):
-            synchronize(array)
-            return True
-        return False
-
-    def _longest_message(self, array: Array) -> int:
-        """Return how many elements of `array` may go in one message."""
-        return min(self.max_message_elements, _MAX_MESSAGE_BYTES // max(array.itemsize, 1))
-
     def _check_rank(self, call: str, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ValueError(f"{call} needs a {name} in 0..{self.size - 1}, got {rank}")
@@ -368,85 +342,3 @@ class Communicator(ABC):
         self._check_rank(call, name, rank)
         if not 0 <= tag <= self.max_tag:
             raise ValueError(f"{call} needs a tag in 0..{self.max_tag}, got {tag}")
-
-
-class SoloCommunicator(Communicator):
-    """The group of one rank: every collective is over at once, and a message to itself waits in a queue.
-
-    A receive that is waited for before its send would wait for ever, so that wait raises RuntimeError.
-    """
-
-    def __init__(self, *, max_message_elements: int = MAX_MESSAGE_ELEMENTS) -> None:
-        super().__init__(rank=0, size=1, max_message_elements=max_message_elements)
-        self._messages: dict[tuple[int, int], Array] = {}  # by tag and number within the tag
-        self._num_sent: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-        self._num_posted: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-
-    @property
-    def library(self) -> str:
-        return "no MPI"
-
-    @property
-    def max_tag(self) -> int:
-        return PORTABLE_MAX_TAG
-
-    @property
-    def waited_seconds(self) -> float:
-        return 0.0  # there is nobody to wait for
-
-    def gather_objects(self, obj: object) -> list[Any]:
-        return [obj]
-
-    def barrier(self) -> None:
-        pass
-
-    def abort(self, message: str) -> NoReturn:
-        raise SystemExit(f"[rank {self.rank}] {message}")
-
-    def _broadcast(self, array: Array, root: int) -> Work:
-        return CompletedWork(array)
-
-    def _allreduce(self, array: Array, op: ReduceOp) -> Work:
-        return CompletedWork(array)
-
-    def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        return CompletedWork(flat[:])
-
-    def _allgather(self, array: Array) -> Work:
-        return CompletedWork(array[np.newaxis].copy())
-
-    def _all_to_all(self, array: Array) -> Work:
-        return CompletedWork(array.copy())
-
-    def _split(self, color: int, key: int) -> Communicator:
-        return SoloCommunicator(max_message_elements=self.max_message_elements)
-
-    def _reads_gpu_memory(self, call: str) -> bool:
-        return call not in ("isend", "irecv")  # a message may come from a GPU and go to the host
-
-    def _isend(self, array: Array, dest: int, tag: int) -> Work:
-        self._messages[tag, next(self._num_sent[tag])] = as_bytes(array).copy()
-        return CompletedWork(array)
-
-    def _irecv(self, array: Array, source: int, tag: int) -> Work:
-        return _SoloReceive(array, self._messages, (tag, next(self._num_posted[tag])))
-
-
-class _SoloReceive(Work):
-    def __init__(self, array: Array, messages: dict[tuple[int, int], Array], key: tuple[int, int]) -> None:
-        self._array = array
-        self._messages = messages
-        self._key = key
-        self._complete = False
-
-    def test(self) -> bool:
-        if not self._complete and self._key in self._messages:
-            unpack(self._messages[self._key], self._array, source=0, tag=self._key[0])
-            del self._messages[self._key]
-            self._complete = True
-        return self._complete
-
-    def wait(self) -> Array:
-        if not self.test():
-            raise RuntimeError(f"a single rank waits for a message to itself, tag {self._key[0]}, before it sends it")
-        return self._array

@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from distributed.comm.calls import Call, call_site, describe_mismatch
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
 from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
-from distributed.comm.transfer import as_bytes, describe_array, unpack
+from distributed.comm.transfer import as_bytes, unpack
 from distributed.comm.wait_clock import WaitClock
 from distributed.comm.work import Array, Work
 
@@ -155,7 +156,7 @@ class _Collective:
     """One collective, by its number: what each rank brought, and what came of it."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, str] = {}
+        self.calls: dict[int, tuple[str, str]] = {}  # by rank: what it calls, and where
         self.contributions: dict[int, Any] = {}
         self.result: Any = None
         self.complete = False
@@ -242,11 +243,11 @@ class LocalCommunicator(Communicator):
 
     def gather_objects(self, obj: object) -> list[Any]:
         # Pickled as MPI does it, so that no object is shared by accident and what cannot be pickled fails here too.
-        parts = self._collective("gather_objects", pickle.dumps(obj), list, lambda parts: parts).wait()
+        parts = self._collective(Call("gather_objects"), pickle.dumps(obj), list, lambda parts: parts).wait()
         return [pickle.loads(part) for part in parts]
 
     def barrier(self) -> None:
-        self._collective("barrier", None, list, lambda _: None).wait()
+        self._collective(Call("barrier"), None, list, lambda _: None).wait()
 
     def abort(self, message: str) -> NoReturn:
         error = SystemExit(f"[rank {self._space.members[self.rank]}] {message}")
@@ -254,27 +255,27 @@ class LocalCommunicator(Communicator):
         raise error
 
     def _broadcast(self, array: Array, root: int) -> Work:
-        call = f"broadcast of {describe_array(array)} from {root}"
+        call = Call("broadcast", array, f" from {root}")
         return self._collective(call, array, lambda arrays: arrays[root].copy(), lambda result: _fill(array, result))
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
-        call = f"allreduce of {describe_array(array)} by {op.name}"
+        call = Call("allreduce", array, f" by {op.name}")
         return self._collective(call, array, _reduction(op), lambda result: _fill(array, result))
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        call = f"reduce_scatter of {describe_array(flat)} by {op.name}"
+        call = Call("reduce_scatter", flat, f" by {op.name}")
         n = flat.size // self.size
         own = slice(self.rank * n, (self.rank + 1) * n)
         return self._collective(call, flat, _reduction(op), lambda result: _fill(flat[own], result[own]))
 
     def _allgather(self, array: Array) -> Work:
-        return self._collective(f"allgather of {describe_array(array)}", array, np.stack, np.copy)
+        return self._collective(Call("allgather", array), array, np.stack, np.copy)
 
     def _all_to_all(self, array: Array) -> Work:
         def land(arrays: Array) -> Array:
             return arrays[:, self.rank].copy()
 
-        return self._collective(f"all_to_all of {describe_array(array)}", array, np.stack, land)
+        return self._collective(Call("all_to_all", array), array, np.stack, land)
 
     def _split(self, color: int, key: int) -> Communicator:
         def divide(requests: list[tuple[int, int]]) -> dict[int, _Space]:
@@ -283,19 +284,23 @@ class LocalCommunicator(Communicator):
                 groups[requests[rank][0]].append(self._space.members[rank])
             return {color: _Space(self._job, members) for color, members in groups.items()}
 
-        space = self._collective("split", (color, key), divide, lambda spaces: spaces[color]).wait()
+        space = self._collective(Call("split"), (color, key), divide, lambda spaces: spaces[color]).wait()
         rank = space.members.index(self._space.members[self.rank])
         return LocalCommunicator(space, rank, max_message_elements=self.max_message_elements)
 
     def _collective(
-        self, call: str, contribution: Any, combine: Callable[[list[Any]], Any], land: Callable[[Any], Any]
+        self, call: Call, contribution: Any, combine: Callable[[list[Any]], Any], land: Callable[[Any], Any]
     ) -> _LocalWork:
         """Join the next collective; the last rank to join combines, each rank lands the result for itself."""
-        number = next(self._num_collectives)
+        number, where = next(self._num_collectives), call_site()
         with self._job.changed:
             self._job.check()
             collective = self._space.collectives.setdefault(number, _Collective())
-            self._match(collective, call, number)
+            collective.calls[self.rank] = str(call), where
+            if collective.mismatch is None:
+                collective.mismatch = describe_mismatch(number, collective.calls, self._space.label)
+                self._job.changed.notify_all()
+            collective.check()
             collective.contributions[self.rank] = contribution
             if len(collective.contributions) == self.size:
                 collective.result = combine([collective.contributions[rank] for rank in range(self.size)])
@@ -308,26 +313,19 @@ class LocalCommunicator(Communicator):
             collective.check()
             return collective.complete
 
-        return self._work(f"{call} #{number}", done, lambda: land(collective.result))
+        def describe() -> str:
+            missing = [str(member) for rank, member in enumerate(self._space.members) if rank not in collective.calls]
+            noun = "rank" if len(missing) == 1 else "ranks"
+            return f"{call} #{number}" + (f" (not called by {noun} {', '.join(missing)})" if missing else "")
 
-    def _match(self, collective: _Collective, call: str, number: int) -> None:
-        """Note this rank's call; where another rank's differs, raise on this rank and, at their wait, on the others."""
-        collective.calls[self.rank] = call
-        for other, other_call in collective.calls.items():
-            if other_call != call and collective.mismatch is None:
-                pair = sorted([(other, other_call), (self.rank, call)])
-                collective.mismatch = (
-                    f"all ranks must call the same collectives in the same order, but for collective #{number}"
-                    f"{self._space.label} " + " and ".join(f"rank {rank} calls {what}" for rank, what in pair)
-                )
-                self._job.changed.notify_all()
-        collective.check()
+        return self._work(describe, done, lambda: land(collective.result))
 
     def _isend(self, array: Array, dest: int, tag: int) -> Work:
         synchronous_sends = self._job.synchronous_sends
         data = as_bytes(array) if synchronous_sends else as_bytes(array).copy()
         message = self._message((self.rank, dest, tag, next(self._num_sent[dest, tag])), data=data)
-        return self._work(f"send to {dest} tag {tag}", lambda: message.met or not synchronous_sends, lambda: array)
+        what = f"send to {dest} tag {tag}"
+        return self._work(lambda: what, lambda: message.met or not synchronous_sends, lambda: array)
 
     def _irecv(self, array: Array, source: int, tag: int) -> Work:
         message = self._message((source, self.rank, tag, next(self._num_posted[source, tag])), posted=True)
@@ -336,7 +334,7 @@ class LocalCommunicator(Communicator):
             assert message.data is not None
             return unpack(message.data, array, source=source, tag=tag)
 
-        return self._work(f"recv from {source} tag {tag}", lambda: message.met, land)
+        return self._work(lambda: f"recv from {source} tag {tag}", lambda: message.met, land)
 
     def _message(self, key: tuple[int, int, int, int], *, data: Array | None = None, posted: bool = False) -> _Message:
         """Add this rank's half of a message; where both halves are there, the data is taken from the sender."""
@@ -353,9 +351,9 @@ class LocalCommunicator(Communicator):
                 self._job.changed.notify_all()
             return message
 
-    def _work(self, what: str, done: Callable[[], bool], land: Callable[[], Any]) -> _LocalWork:
+    def _work(self, what: Callable[[], str], done: Callable[[], bool], land: Callable[[], Any]) -> _LocalWork:
         def describe() -> str:
-            return what + self._space.label + self._describe_context()
+            return what() + self._space.label + self._describe_context()
 
         return _LocalWork(self._job, self._space.members[self.rank], describe, done, land)
 

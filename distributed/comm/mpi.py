@@ -9,34 +9,31 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import pickle
-import re
-import shutil
-import sys
-import threading
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, cast
 
 import numpy as np
 from mpi4py import MPI
 
+from distributed.comm.abort import JobEnd
+from distributed.comm.calls import Call, CallCheck, call_site
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, Communicator
-from distributed.comm.progress import Engine, Operation, Steps
-from distributed.comm.reduction import ReduceOp, finish, reduce_in_rank_order, widen
-from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from distributed.comm.progress import Engine, Operation, Steps, until_done
+from distributed.comm.rank_order import RankOrderReduction
+from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
+from distributed.comm.roll_call import RollCall
+from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow, lack_of_space
+from distributed.comm.topology import short_name
 from distributed.comm.transfer import as_bytes, describe_array, message_size_error
 from distributed.comm.work import Array, Work
+from minigrad.backend import synchronize, widened, xp_of
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
-_ABORT_SECONDS = 5.0
-_SHARED_MEMORY_FOLDER = "/dev/shm"  # where MPI libraries on Linux put the windows that ranks share
 _GPU_CALLS = ("broadcast", "allreduce", "isend", "irecv")  # those that work in place, with nothing of ours in between
 
 
@@ -49,6 +46,7 @@ class Settings:
         deterministic: reductions sum in rank order, whatever MPI does. Few ranks on several hosts do so in any case.
         timeout_seconds: the longest single wait.
         progress_thread: a thread moves unfinished operations, so that nobody has to call progress().
+        check_collectives: ranks compare each collective before it starts.
         max_message_elements: what is longer goes in several messages.
         hosts: the host of each world rank; found out by default. Lets one host pass for several in a test.
     """
@@ -57,16 +55,21 @@ class Settings:
     deterministic: bool = False
     timeout_seconds: float = 600.0
     progress_thread: bool = False
+    check_collectives: bool = False
     max_message_elements: int = MAX_MESSAGE_ELEMENTS
     hosts: Sequence[str] | None = None
 
 
 def mpi_world(settings: Settings) -> MPICommunicator:
     """Return the communicator of all ranks, and make an uncaught exception on any of them end the job. Collective."""
-    abort_on_uncaught_exception()
+    _job_end().on_uncaught_exception()
     if settings.hosts is None:
         settings = replace(settings, hosts=_hosts())
     return MPICommunicator(MPI.COMM_WORLD, settings)
+
+
+def _job_end() -> JobEnd:
+    return JobEnd(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Abort)
 
 
 def _hosts() -> list[str]:
@@ -95,19 +98,20 @@ class MPICommunicator(Communicator):
         settings = settings or Settings()
         super().__init__(comm.Get_rank(), comm.Get_size(), max_message_elements=settings.max_message_elements)
         self._settings = settings
-        self._engine = engine or _new_engine(settings)
+        self._members = list(MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+        self._engine = engine or _new_engine(comm, self._members, settings)
         self._comm = comm.Dup()
-        self._members = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
         # Below 4 ranks Open MPI's Iallreduce reduces to one rank and broadcasts: twice the bytes of an exchange.
         far_apart = settings.hosts is not None and len({settings.hosts[rank] for rank in self._members}) > 1
-        self._in_rank_order = settings.deterministic or (far_apart and self.size < 4)
-        # Each phase of a sum in rank order has its own duplicate: ranks may reach the phases of two sums in any order.
-        self._exchange = comm.Dup() if self._in_rank_order else self._comm
-        self._gather = comm.Dup() if self._in_rank_order else self._comm
-        self._num_sums = 0
-        self._num_gathers = 0
+        in_rank_order = settings.deterministic or (far_apart and self.size < 4)
+        self._in_rank_order = RankOrderReduction(comm.Dup(), comm.Dup()) if in_rank_order else None
         self._max_tag = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
-        self._label = "" if self.size == MPI.COMM_WORLD.Get_size() else f" among ranks {list(self._members)}"
+        self._label = "" if self.size == MPI.COMM_WORLD.Get_size() else f" among ranks {self._members}"
+        self._check: CallCheck | None = None
+        if settings.check_collectives:
+            asked = comm.Dup()
+            self._check = CallCheck(lambda row: _allgather(asked, row), self._label)
+        self._num_collectives = 0
         self._shared: list[SharedBuffer] = []
 
     @property
@@ -124,125 +128,133 @@ class MPICommunicator(Communicator):
 
     def gather_objects(self, obj: object) -> list[Any]:
         pickled = np.frombuffer(pickle.dumps(obj), np.uint8)
-        with self.waiting_for("gather_objects"):
-            sizes = self.allgather(np.array([pickled.size])).wait()[:, 0]
-            padded = np.zeros(sizes.max(), np.uint8)
-            padded[: pickled.size] = pickled
-            rows = self.allgather(padded).wait()
+        call = Call("gather_objects")
+        sizes = self._collective(call, _allgather(self._comm, np.array([pickled.size]))).wait()[:, 0]
+        padded = np.zeros(sizes.max(), np.uint8)
+        padded[: pickled.size] = pickled
+        rows = self._collective(call, _allgather(self._comm, padded)).wait()
         return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def barrier(self) -> None:
-        self._start(_complete(self._comm.Ibarrier(), np.empty(0)), lambda: "barrier").wait()
+        self._collective(Call("barrier"), self._pass_barrier()).wait()
 
     def progress(self) -> None:
         """Move the unfinished operations of this communicator and of its splits, at most every 200 us."""
         self._engine.progress()
 
     def abort(self, message: str) -> NoReturn:
-        end_job(message)
+        _job_end()(message)
+
+    # Collectives. Each is launched by its steps, and these run only once the ranks have compared their calls.
+
+    def _pass_barrier(self) -> Steps:
+        return (yield from until_done(self._comm.Ibarrier(), np.empty(0)))
 
     def _broadcast(self, array: Array, root: int) -> Work:
-        steps = _complete(self._comm.Ibcast([as_bytes(array), MPI.BYTE], root), array)
-        return self._start(steps, lambda: f"broadcast of {_spec(array)} from {root}")
+        def steps() -> Steps:
+            return (yield from until_done(self._comm.Ibcast([as_bytes(array), MPI.BYTE], root), array))
+
+        return self._collective(Call("broadcast", array, f" from {root}"), steps())
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
         shared = next((buffer for buffer in self._shared if buffer.holds(array)), None)
         if shared is not None:
             steps = shared.allreduce(array, op)
-        elif self._in_rank_order:
-            steps = self._allreduce_in_rank_order(array, op)
+        elif self._in_rank_order is not None:
+            steps = self._in_rank_order.allreduce(array, op)
         else:
             steps = self._allreduce_by_mpi(array, op)
-        return self._start(steps, lambda: f"allreduce of {_spec(array)} by {op.name}")
+        return self._collective(Call("allreduce", array, f" by {op.name}"), steps)
 
     def _allreduce_by_mpi(self, array: Array, op: ReduceOp) -> Steps:
-        total = widen(array)
-        yield from _complete(self._comm.Iallreduce(MPI.IN_PLACE, total, _OPS[op]), total)
-        return finish(total, array, op, self.size)
+        def reduce(values: Array, how: MPI.Op) -> tuple[MPI.Request, Array]:
+            return self._comm.Iallreduce(MPI.IN_PLACE, values, how), values
+
+        return (yield from self._reduce_by_mpi(array, array, op, reduce))
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        steps = self._sum_own_slice(flat, op) if self._in_rank_order else self._reduce_scatter_by_mpi(flat, op)
-        return self._start(steps, lambda: f"reduce_scatter of {_spec(flat)} by {op.name}")
+        if self._in_rank_order is not None:
+            steps = self._in_rank_order.reduce_own_slice(flat, op)
+        else:
+            steps = self._reduce_scatter_by_mpi(flat, op)
+        return self._collective(Call("reduce_scatter", flat, f" by {op.name}"), steps)
 
     def _reduce_scatter_by_mpi(self, flat: Array, op: ReduceOp) -> Steps:
-        own = flat[self._slice_of(self.rank, flat)]
-        total = widen(flat)
-        reduced = np.empty(
-            own.shape, total.dtype
-        )  # MPI forbids that the slice itself, part of the input, is the output
-        yield from _complete(self._comm.Ireduce_scatter_block(total, reduced, _OPS[op]), reduced)
-        return finish(reduced, own, op, self.size)
+        n = flat.size // self.size
+        own = flat[self.rank * n : (self.rank + 1) * n]
 
-    def _allreduce_in_rank_order(self, array: Array, op: ReduceOp) -> Steps:
-        """Sum this rank's slice, then collect everybody's."""
-        flat = array.reshape(-1)
-        self._num_sums += 1
-        number = self._num_sums
-        yield from self._sum_own_slice(flat, op)
-        while self._num_gathers < number - 1:
-            yield  # ranks match collectives by the order of their launch
-        self._num_gathers = number
-        request = self._gather.Iallgatherv(MPI.IN_PLACE, [as_bytes(flat), self._layout(flat), MPI.BYTE])
-        return (yield from _complete(request, array))
+        def reduce(values: Array, how: MPI.Op) -> tuple[MPI.Request, Array]:
+            reduced = np.empty(n, values.dtype)  # MPI forbids that the slice itself, part of the input, is the output
+            return self._comm.Ireduce_scatter_block(values, reduced, how), reduced
 
-    def _sum_own_slice(self, flat: Array, op: ReduceOp) -> Steps:
-        """Send every rank its slice of `flat`, and add up in rank order what comes for the own one."""
-        own = flat[self._slice_of(self.rank, flat)]
-        received = np.empty((self.size, own.size), flat.dtype)
-        counts = [own.nbytes] * self.size
-        displacements = [own.nbytes * rank for rank in range(self.size)]
-        request = self._exchange.Ialltoallv(
-            [as_bytes(flat), self._layout(flat), MPI.BYTE], [as_bytes(received), (counts, displacements), MPI.BYTE]
-        )
-        yield from _complete(request, received)
-        reduce_in_rank_order(list(received), op, [own])
-        return own
+        return (yield from self._reduce_by_mpi(flat, own, op, reduce))
 
-    def _slice_of(self, rank: int, flat: Array) -> slice:
-        return slice(rank * flat.size // self.size, (rank + 1) * flat.size // self.size)
+    def _reduce_by_mpi(
+        self,
+        array: Array,
+        out: Array,
+        op: ReduceOp,
+        reduce: Callable[[Array, MPI.Op], tuple[MPI.Request, Array]],
+    ) -> Steps:
+        """Let MPI combine the values of all ranks, and write the result of `op` into `out`.
 
-    def _layout(self, flat: Array) -> tuple[list[int], list[int]]:
-        """Return the bytes of each rank's slice, and where it begins."""
-        slices = [self._slice_of(rank, flat) for rank in range(self.size)]
-        counts = [(part.stop - part.start) * flat.itemsize for part in slices]
-        return counts, [part.start * flat.itemsize for part in slices]
+        Args:
+            reduce: launches it; returns the request and where its result will be.
+        """
+        values = widened(array)
+        found = None
+        if is_comparison(op) and values.dtype.kind == "f":
+            # Whether a comparison sees nan, each MPI decides for itself. It wins here, as in np.maximum.
+            found = reduce(xp_of(values).isnan(values.reshape(-1)), MPI.LOR)
+        if values is not array or found is not None:
+            synchronize(values)
+        request, total = reduce(values, _OPS[op])
+        yield from until_done(request, total, values)
+        if found is not None:
+            yield from until_done(*found)
+            total.reshape(-1)[found[1]] = np.nan
+        return divide_mean(total, out, op, self.size)
 
     def _allgather(self, array: Array) -> Work:
-        gathered = np.empty((self.size, *array.shape), array.dtype)
-        request = self._comm.Iallgather([as_bytes(array), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
-        return self._start(_complete(request, gathered, array), lambda: f"allgather of {_spec(array)}")
+        return self._collective(Call("allgather", array), _allgather(self._comm, array))
 
     def _all_to_all(self, array: Array) -> Work:
-        received = np.empty_like(array)
-        request = self._comm.Ialltoall([as_bytes(array), MPI.BYTE], [as_bytes(received), MPI.BYTE])
-        return self._start(_complete(request, received, array), lambda: f"all_to_all of {_spec(array)}")
+        def steps() -> Steps:
+            received = np.empty_like(array)
+            request = self._comm.Ialltoall([as_bytes(array), MPI.BYTE], [as_bytes(received), MPI.BYTE])
+            return (yield from until_done(request, received, array))
+
+        return self._collective(Call("all_to_all", array), steps())
 
     def _split(self, color: int, key: int) -> Communicator:
-        with self.waiting_for("split"):
-            self.barrier()  # once all ranks are here the calls of MPI that block are short
-        part = self._comm.Split(color, key)
-        return self._child(part)
+        # Once all ranks are here the calls of MPI that block are short.
+        self._collective(Call("split"), self._pass_barrier()).wait()
+        return self._child(self._comm.Split(color, key))
 
     def _child(self, part: MPI.Comm) -> MPICommunicator:
         child = MPICommunicator(part, self._settings, engine=self._engine)
         part.Free()
         return child
 
+    # Messages.
+
     def _isend(self, array: Array, dest: int, tag: int) -> Work:
         isend = self._comm.Issend if self._settings.synchronous_sends else self._comm.Isend
         request = isend([as_bytes(array), MPI.BYTE], dest, tag)
-        return self._start(_complete(request, array), lambda: f"send to {dest} tag {tag} of {_spec(array)}")
+        return self._start(until_done(request, array), lambda: f"send to {dest} tag {tag} of {_spec(array)}")
 
     def _irecv(self, array: Array, source: int, tag: int) -> Work:
         request = self._comm.Irecv([as_bytes(array), MPI.BYTE], source, tag)
         steps = _receive(request, array, source, tag)
         return self._start(steps, lambda: f"recv from {source} tag {tag} of {_spec(array)}")
 
+    # Memory that ranks share.
+
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
         """See `Communicator.buffer`: shared memory where every host has as many ranks as every other, and several."""
         num_bytes = num_elements * dtype.itemsize
         host, between = self._split_by_host()
-        by_rank = self.gather_objects((host.size, _lack_of_space(num_bytes * host.size)))
+        by_rank = self.gather_objects((host.size, lack_of_space(num_bytes * host.size)))
         host_sizes = {size for size, _ in by_rank}
         plain = super()._buffer(num_elements, dtype)
         if host_sizes == {1} or not num_bytes or (between is not None and self._settings.deterministic):
@@ -295,42 +307,45 @@ class MPICommunicator(Communicator):
         return SharedWindow(self.rank, parts, window.Sync), None
 
     def _reads_gpu_memory(self, call: str) -> bool:
-        return call in _GPU_CALLS and not self._in_rank_order and is_cuda_aware()
+        return call in _GPU_CALLS and self._in_rank_order is None and is_cuda_aware()
+
+    # What starts an operation.
+
+    def _collective(self, call: Call, steps: Steps) -> Operation:
+        number = self._num_collectives
+        self._num_collectives += 1
+        if self._check is not None:
+            steps = self._checked(number, call, call_site(), steps)
+        return self._start(steps, lambda: f"{call} #{number}")
+
+    def _checked(self, number: int, call: Call, where: str, steps: Steps) -> Steps:
+        assert self._check is not None
+        yield from self._check.compare(number, call, where)
+        return (yield from steps)
 
     def _start(self, steps: Steps, describe: Callable[[], str]) -> Operation:
-        def describe_fully() -> str:
-            return describe() + self._label + self._describe_context()
-
-        return self._engine.start(steps, describe_fully)
+        return self._engine.start(steps, lambda: describe() + self._label + self._describe_context())
 
 
-def short_name(library_version: str) -> str:
-    """Return the name and the version in what an MPI says of itself, which may be pages about its build.
-
-    "MPICH Version:      5.0.2\\nMPICH Release date: ..."  ->  "MPICH 5.0.2"
-    """
-    line = library_version.partition("\n")[0]
-    line = re.sub(r"^MPI VERSION\s*:\s*", "", line)  # Cray's heading, before the name
-    line = re.split(r",| for | \(ANL ", line)[0]  # then: package, operating system, the MPICH that it is made from
-    return re.sub(r"\s+version\s*:?\s*", " ", line, flags=re.IGNORECASE).strip()
-
-
-def _new_engine(settings: Settings) -> Engine:
+def _new_engine(comm: MPI.Comm, members: Sequence[int], settings: Settings) -> Engine:
     if settings.progress_thread and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
             "progress_thread=True needs an MPI that allows calls from several threads, this one does not"
         )
-    rank = MPI.COMM_WORLD.Get_rank()
-    engine = Engine(rank=rank, timeout_seconds=settings.timeout_seconds, thread=settings.progress_thread)
+    engine = Engine(
+        rank=members[comm.Get_rank()],
+        timeout_seconds=settings.timeout_seconds,
+        thread=settings.progress_thread,
+        roll_call=RollCall(comm.Dup(), members),
+    )
     atexit.register(engine.stop)  # before mpi4py ends MPI
     return engine
 
 
-def _complete(request: MPI.Request, result: Array, sent: Array | None = None) -> Steps:
-    """Wait for one request; `sent` is an array that it reads, and that must live as long."""
-    while not request.Test():
-        yield
-    return result
+def _allgather(comm: MPI.Comm, array: Array) -> Steps:
+    gathered = np.empty((comm.Get_size(), *array.shape), array.dtype)
+    request = comm.Iallgather([as_bytes(array), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
+    return (yield from until_done(request, gathered, array))
 
 
 def _receive(request: MPI.Request, array: Array, source: int, tag: int) -> Steps:
@@ -351,16 +366,6 @@ def _spec(array: Array) -> str:
     return f"{describe_array(array)}, {array.nbytes} bytes"
 
 
-def _lack_of_space(num_bytes: int) -> str | None:
-    """Say what is missing, where a window is too large: MPI might fail on one rank, and the others would wait."""
-    if not Path(_SHARED_MEMORY_FOLDER).exists():
-        return None
-    free = shutil.disk_usage(_SHARED_MEMORY_FOLDER).free
-    if num_bytes <= free:
-        return None
-    return f"{_SHARED_MEMORY_FOLDER} has {free >> 20} MiB free, and {(num_bytes >> 20) + 1} MiB are needed"
-
-
 @cache
 def is_cuda_aware() -> bool:
     """Return whether this MPI reads and writes GPU memory, as it says itself: MPIX_Query_cuda_support."""
@@ -371,39 +376,3 @@ def is_cuda_aware() -> bool:
         if query is not None:
             return bool(query())
     return False
-
-
-def abort_on_uncaught_exception() -> None:
-    """Make an exception that nobody catches, on any thread, end the whole job at once.
-
-    Without it the other ranks would wait for ever for the rank that is gone. Under `python -m mpi4py` this hook still
-    speaks first, and MPI is gone before that one could. SystemExit is no exception here: a script that calls
-    sys.exit(2) on every rank ends with 2; where only some ranks call it, `python -m mpi4py` is what ends the others.
-    """
-    sys.excepthook = _abort_on_exception
-    threading.excepthook = _abort_on_thread_exception
-
-
-def end_job(message: str, status: int = 1) -> NoReturn:
-    """Print the message, each line after this rank, and end every rank of the job.
-
-    Where MPI's own Abort blocks, as it can over a cut link, this process still ends.
-    """
-    prefix = f"[rank {MPI.COMM_WORLD.Get_rank()}] "
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in message.splitlines()))
-    sys.stderr.flush()
-    watchdog = threading.Timer(_ABORT_SECONDS, os._exit, (status,))
-    watchdog.daemon = True
-    watchdog.start()
-    MPI.COMM_WORLD.Abort(status)
-    os._exit(status)
-
-
-def _abort_on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    end_job("".join(traceback.format_exception(kind, error, trace)))
-
-
-def _abort_on_thread_exception(args: threading.ExceptHookArgs) -> None:
-    if args.exc_type is not SystemExit:
-        end_job("".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)))

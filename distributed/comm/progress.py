@@ -11,12 +11,32 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+from distributed.comm.roll_call import LOOK_SECONDS, RollCall
 from distributed.comm.wait_clock import WaitClock
 from distributed.comm.work import Array, Work
 
 Steps: TypeAlias = Generator[None, None, Array]
+
+
+class Request(Protocol):
+    """A non-blocking call of mpi4py."""
+
+    def Test(self) -> bool: ...
+
+
+def until_done(request: Request, result: Array, *kept: Array) -> Steps:
+    """Wait for one request.
+
+    Args:
+        result: what the operation gives then.
+        kept: arrays that the request reads, and that must live as long.
+    """
+    while not request.Test():
+        yield
+    return result
+
 
 _SPIN_SECONDS = 20e-6  # of a wait, before it lets other operations and other processes have the core
 _PROGRESS_SECONDS = 200e-6  # a poll of many operations costs microseconds, and a backward has thousands of ops
@@ -29,18 +49,22 @@ class Engine:
         rank: in the world, for an error message.
         timeout_seconds: the longest single wait.
         thread: whether a thread of the engine's own polls too, while anything is unfinished.
+        roll_call: asks the other ranks what they wait for, for an error message; it is answered in waits.
     Attributes:
         wait_clock: time spent in wait_for; what the engine's own thread does is no wait.
     Raises:
         ValueError: timeout_seconds is not positive.
     """
 
-    def __init__(self, *, rank: int, timeout_seconds: float, thread: bool = False) -> None:
+    def __init__(
+        self, *, rank: int, timeout_seconds: float, thread: bool = False, roll_call: RollCall | None = None
+    ) -> None:
         if timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
         self._rank = rank
         self.timeout_seconds = timeout_seconds
         self.wait_clock = WaitClock()
+        self._roll_call = roll_call
         self._lock = threading.RLock()  # one thread moves an operation; one operation may start another
         self._unfinished: dict[Operation, None] = {}  # in order of launch
         self._last_progress = 0.0
@@ -78,17 +102,22 @@ class Engine:
             TimeoutError: it took too long.
         """
         start = time.perf_counter()
+        next_look = start + LOOK_SECONDS
         with self.wait_clock:
             while not self.move(operation):
-                waited = time.perf_counter() - start
-                if waited < _SPIN_SECONDS:
+                now = time.perf_counter()
+                if now - start < _SPIN_SECONDS:
                     continue
                 self.progress()
-                if waited > self.timeout_seconds:
+                if now - start > self.timeout_seconds:
+                    others = "" if self._roll_call is None else self._roll_call.ask(operation.describe)
                     raise TimeoutError(
                         f"no rank may wait longer than {self.timeout_seconds:g} s, but rank {self._rank} waits for "
-                        f"{operation.describe()}"
+                        f"{operation.describe()}{others}"
                     )
+                if self._roll_call is not None and now > next_look:
+                    self._roll_call.answer(operation.describe)
+                    next_look = now + LOOK_SECONDS
                 os.sched_yield()  # a rank without a core of its own would take its neighbour's
 
     def stop(self) -> None:

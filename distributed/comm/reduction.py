@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from distributed.comm.work import Array
+from minigrad.backend import is_half, widened
 
 _HALVES = ("float16", "bfloat16")  # by name: bfloat16 comes from ml_dtypes, which need not be installed
 _BLOCK_ELEMENTS = 1 << 16  # at most 512 KiB: a running sum stays in the cache, and NumPy's calls cost little
@@ -30,9 +31,9 @@ class ReduceOp(Enum):
 _UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MEAN: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 
 
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Return whether numbers of this dtype are added up in float32."""
-    return dtype.itemsize == 2 and dtype.name in _HALVES  # the name of a dtype takes time to make
+def is_comparison(op: ReduceOp) -> bool:
+    """Return whether an operation picks one of the values. Where one of them is nan, that is the result."""
+    return op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
@@ -41,19 +42,14 @@ def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
     Raises:
         TypeError: `dtype` is no native number, is complex, or is an integer whose mean is asked for.
     """
-    floating = dtype.kind == "f" or is_half(dtype)
+    floating = dtype.kind == "f" or (is_half(dtype) and dtype.name in _HALVES)  # a dtype's name takes time to make
     if not (floating or dtype.kind in "iu") or not dtype.isnative:
         raise TypeError(f"{call} reduces native integers and floats, got {dtype}")
     if op is ReduceOp.MEAN and not floating:
         raise TypeError(f"{call} by MEAN needs floats, got {dtype}")
 
 
-def widen(array: Array) -> Array:
-    """Return `array` as it is added up: float16 and bfloat16 as a copy in float32, any other itself."""
-    return array.astype(np.float32) if is_half(array.dtype) else array
-
-
-def finish(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
+def divide_mean(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
     """Turn the sum over `size` ranks into the result of `op`, in `out`, which may be `total` itself."""
     if op is ReduceOp.MEAN:
         total /= size
@@ -67,10 +63,10 @@ def combine(parts: Sequence[Array], op: ReduceOp, out: Array) -> Array:
 
     Args:
         parts: (n,) by rank.
-        out: (n,) in the dtype of `widen`.
+        out: (n,) in the dtype of `widened`.
     """
     ufunc = _UFUNCS[op]
-    first, *rest = (widen(part) for part in parts)
+    first, *rest = (widened(part) for part in parts)
     if not rest:
         out[...] = first
     for part in rest:
@@ -88,10 +84,10 @@ def reduce_in_rank_order(parts: Sequence[Array], op: ReduceOp, outs: Sequence[Ar
     """
     if not parts[0].size:
         return
-    scratch = widen(np.empty(min(parts[0].size, _BLOCK_ELEMENTS), parts[0].dtype))
+    scratch = widened(np.empty(min(parts[0].size, _BLOCK_ELEMENTS), parts[0].dtype))
     for start in range(0, parts[0].size, _BLOCK_ELEMENTS):
         block = slice(start, start + _BLOCK_ELEMENTS)
         total = scratch[: len(parts[0][block])]
-        finish(combine([part[block] for part in parts], op, total), total, op, len(parts))
+        divide_mean(combine([part[block] for part in parts], op, total), total, op, len(parts))
         for out in outs:
             out[block] = total

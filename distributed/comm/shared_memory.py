@@ -14,18 +14,22 @@ This file knows no MPI: it is given the memory.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from distributed.comm.communicator import Communicator
 from distributed.comm.progress import Steps
-from distributed.comm.reduction import ReduceOp, combine, finish, reduce_in_rank_order, widen
+from distributed.comm.reduction import ReduceOp, combine, divide_mean, reduce_in_rank_order
 from distributed.comm.work import Array
+from minigrad.backend import widened
 
 HEADER_BYTES = 64  # a cache line of its own for each rank's counters
 _ARRIVED, _DONE = 0, 1  # their places in it
+_FOLDER = Path("/dev/shm")  # where MPI libraries on Linux put the windows that ranks share
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,13 @@ class SharedBuffer:
             reduce_in_rank_order(parts, op, parts)
             self._num_summed = number
         else:
-            total = combine(parts, op, widen(np.empty_like(parts[0])))
+            total = combine(parts, op, widened(np.empty_like(parts[0])))
             sum_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
             work = self._between.allreduce(total, op=sum_op)
             self._num_summed = number  # the next one may follow: it was launched after this one on every host
             while not work.test() or self._own_count(_DONE) < number - 1:
                 yield
-            finish(total, total, op, self._num_ranks)
+            divide_mean(total, total, op, self._num_ranks)
             for part in parts:
                 part[...] = total
         self._announce(_DONE, number)
@@ -113,6 +117,16 @@ class SharedBuffer:
         there = all(counters[counter] >= number for counters in self._counters)
         self._window.fence()
         return there
+
+
+def lack_of_space(num_bytes: int) -> str | None:
+    """Say what is missing, where a window is too large: MPI might fail on one rank, and the others would wait."""
+    if not _FOLDER.exists():
+        return None
+    free = shutil.disk_usage(_FOLDER).free
+    if num_bytes <= free:
+        return None
+    return f"{_FOLDER} has {free >> 20} MiB free, and {(num_bytes >> 20) + 1} MiB are needed"
 
 
 def _address(array: Array) -> int:

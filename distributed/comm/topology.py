@@ -78,6 +78,17 @@ def describe_places(places: Sequence[RankPlace], library: str) -> str:
     )
 
 
+def short_name(library_version: str) -> str:
+    """Return the name and the version in what an MPI says of itself, which may be pages about its build.
+
+    "MPICH Version:      5.0.2\\nMPICH Release date: ..."  ->  "MPICH 5.0.2"
+    """
+    line = library_version.partition("\n")[0]
+    line = re.sub(r"^MPI VERSION\s*:\s*", "", line)  # Cray's heading, before the name
+    line = re.split(r",| for | \(ANL ", line)[0]  # then: package, operating system, the MPICH that it is made from
+    return re.sub(r"\s+version\s*:?\s*", " ", line, flags=re.IGNORECASE).strip()
+
+
 def _describe_crowding(places: Sequence[RankPlace]) -> str:
     """Say where the most threads run on a core, if that is more than one; nothing otherwise."""
     spots = {

@@ -9,12 +9,22 @@ carry_rows  | a a a b b |  rank 0    an array of rows, one for each rank: parts 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from distributed.comm.work import Array, JoinedWork, Work
-from minigrad.backend import xp_of
+from minigrad.backend import synchronize, xp_of
+
+_MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts in C ints, which may count bytes, whatever the dtype
+
+
+class Carrier(Protocol):
+    """What the way of an array depends on; every communicator is one."""
+
+    max_message_elements: int
+
+    def _reads_gpu_memory(self, call: str) -> bool: ...
 
 
 def check_array(call: str, array: Array, *, written: bool) -> None:
@@ -60,15 +70,21 @@ def message_size_error(array: Array, *, source: int, tag: int, longer: bool) -> 
     )
 
 
-def carry(array: Array, start: Callable[[Array], Work], *, direct: bool, longest: int, written: bool = True) -> Work:
+def longest_message(carrier: Carrier, array: Array) -> int:
+    """Return how many elements of `array` may go in one message."""
+    return min(carrier.max_message_elements, _MAX_MESSAGE_BYTES // max(array.itemsize, 1))
+
+
+def carry(carrier: Carrier, call: str, array: Array, start: Callable[[Array], Work], *, written: bool = True) -> Work:
     """Start an operation that works on `array` in place.
 
     Args:
+        call: the operation's name.
+        array: as `check_array` allows it.
         start: starts it on a part.
-        direct: whether it takes the memory of `array` as it is, or by way of the host.
-        longest: how many elements one message may have.
         written: whether it changes `array`.
     """
+    direct, longest = _goes_directly(carrier, call, array), longest_message(carrier, array)
     if direct and array.size <= longest:
         return start(array)
     copy = None if direct else HostCopy(array)
@@ -82,22 +98,22 @@ def carry(array: Array, start: Callable[[Array], Work], *, direct: bool, longest
 
 
 def carry_rows(
+    carrier: Carrier,
+    call: str,
     array: Array,
     num_rows: int,
     start: Callable[[Array], Work],
     target: Callable[[], Array],
-    *,
-    direct: bool,
-    longest: int,
 ) -> Work:
     """Start an operation that makes something of the rows of `array`.
 
     Args:
+        call: the operation's name.
         array: (num_rows * n elements) of any shape.
         start: starts it on a block of columns, (num_rows, m) copied; gives (..., m). On `array` itself where it can.
         target: makes, or finds, the memory for the result of what did not go as it is.
-        direct, longest: see `carry`; `longest` holds for a row.
     """
+    direct, longest = _goes_directly(carrier, call, array), longest_message(carrier, array)  # of a row
     num_columns = array.size // num_rows
     if direct and num_columns <= longest:
         return start(array)
@@ -114,6 +130,16 @@ def carry_rows(
         return result
 
     return JoinedWork(parts, land)
+
+
+def _goes_directly(carrier: Carrier, call: str, array: Array) -> bool:
+    """Return whether `array` goes as it is; a GPU array that does is finished first."""
+    if xp_of(array) is np:
+        return True
+    if carrier._reads_gpu_memory(call):
+        synchronize(array)
+        return True
+    return False
 
 
 class HostCopy:

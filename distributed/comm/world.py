@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from distributed.comm.communicator import Communicator, SoloCommunicator
+from distributed.comm.communicator import Communicator
+from distributed.comm.solo import SoloCommunicator
 from distributed.comm.topology import describe_places, this_place
 
 # How launchers tell a process its rank: Open MPI; srun --mpi=pmix; MPICH, Intel MPI and srun --mpi=pmi2.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_CHECK_VARIABLE = "MINIGRAD_CHECK_COLLECTIVES"
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
@@ -24,6 +26,7 @@ def world(
     deterministic: bool = False,
     timeout_seconds: float = 600.0,
     progress_thread: bool = False,
+    check_collectives: bool | None = None,
 ) -> Communicator:
     """Return the communicator of all ranks of this job.
 
@@ -36,6 +39,9 @@ def world(
             MPI's own reductions would, in two phases.
         timeout_seconds: the longest that a rank waits for others; then it says for what, and ends the job.
         progress_thread: a thread moves messages while this rank computes, where nobody calls `progress()`.
+        check_collectives: ranks compare each collective before it starts; where they make different ones, all raise
+            RuntimeError with both calls and their lines. Costs one small message a call. By default as the environment
+            says: MINIGRAD_CHECK_COLLECTIVES=1. `LocalWorld` always compares.
     """
     if not launched_by_mpi():
         return SoloCommunicator()
@@ -47,8 +53,16 @@ def world(
         deterministic=deterministic,
         timeout_seconds=timeout_seconds,
         progress_thread=progress_thread,
+        check_collectives=_environment_flag(_CHECK_VARIABLE) if check_collectives is None else check_collectives,
     )
     return mpi_world(settings)
+
+
+def _environment_flag(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
+    value = environ.get(variable, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable} must be 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:

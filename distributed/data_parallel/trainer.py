@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distributed.comm.communicator import Communicator, SoloCommunicator
+from distributed.comm.communicator import Communicator
+from distributed.comm.solo import SoloCommunicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.ddp import DistributedDataParallel, broadcast_params

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distributed import LocalWorld, ReduceOp, SoloCommunicator
+from distributed.comm.transfer import longest_message
 
 RING_BYTES = 16 << 20
 try:
@@ -53,6 +54,34 @@ def test_allreduce_by_every_op(ranks, dtype, shape):
             array = np.full(shape, comm.rank + 1, dtype)
             assert comm.allreduce(array, op=op).wait() is array
             np.testing.assert_array_equal(array, np.full(shape, value, dtype), strict=True)
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.longdouble, *HALVES])
+def test_nan_on_any_rank_is_nan_everywhere(ranks, dtype, op):
+    """Whether MPI.MAX sees nan, and what it gives beside one, depends on the order in which an MPI compares."""
+
+    def program(comm):
+        finite = np.arange(2 * comm.size) + comm.rank  # then rank r has nan in element r, among finite ones
+        array = finite.astype(dtype)
+        array[comm.rank] = np.nan
+        of_all = np.arange(2 * comm.size) + np.arange(comm.size)[:, None]
+        combine = {ReduceOp.SUM: np.sum, ReduceOp.MEAN: np.mean, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}[op]
+        expected = combine(of_all, axis=0).astype(dtype)
+        expected[: comm.size] = np.nan
+        for negative in (False, True):  # a nan has a sign, and no reduction asks for it
+            values = np.where(np.isnan(array), np.copysign(array, -1), array) if negative else array.copy()
+            buffer = comm.buffer(values.size, dtype) if dtype != np.longdouble else np.empty_like(values)
+            buffer[:] = values
+            for whole in (comm.allreduce(values.copy(), op=op).wait(), comm.allreduce(buffer, op=op).wait()):
+                np.testing.assert_array_equal(whole.astype(np.float64), expected.astype(np.float64))
+            own = comm.reduce_scatter(values.copy(), op=op).wait()
+            np.testing.assert_array_equal(
+                own.astype(np.float64), expected[2 * comm.rank : 2 * comm.rank + 2].astype(np.float64)
+            )
+        assert np.isnan(comm.allreduce(np.array(np.nan if comm.rank == 0 else 1, dtype), op=op).wait())
 
     ranks.run(program)
 
@@ -228,7 +257,7 @@ def test_what_is_too_long_for_a_message_is_cut_up(limit, sizes):
 def test_a_message_counts_at_most_two_gigabytes():
     comm = Pieces(2**31 - 1)
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, "S1000000"), (2148,), (0,))  # no memory of that size
-    assert comm._longest_message(huge) == 2147
+    assert longest_message(comm, huge) == 2147
 
 
 @pytest.mark.point_to_point

@@ -94,10 +94,10 @@ def test_a_wait_too_long_says_who_waits_for_what(ranks):
             f"no rank may wait longer than 0.2 s, but rank {comm.rank} waits for recv from {before} tag 5 of "
             "float32[2, 3], 24 bytes, for stage 1, for micro-batch 7"
         )
-        too_long = pytest.raises(TimeoutError, match=re.escape(rule) + "$")
+        too_long = pytest.raises(TimeoutError, match=re.escape(rule) + "(;|$)")
         with too_long, hasty.waiting_for("stage 1"), hasty.waiting_for(lambda: "micro-batch 7"):
             receive.wait()
-        with pytest.raises(TimeoutError, match=r"float32\[2, 3\], 24 bytes$"):  # no longer in anybody's name
+        with pytest.raises(TimeoutError, match=r"float32\[2, 3\], 24 bytes(;|$)"):  # no longer in anybody's name
             receive.wait()
         comm.barrier()
         hasty.isend(np.zeros((2, 3), np.float32), dest=(comm.rank + 1) % comm.size, tag=5)
@@ -138,9 +138,9 @@ def test_calls_that_block_are_limited_too(ranks, call):
         }
         if not late:
             what = {
-                "barrier": "barrier$",
-                "split": "barrier, for split$",
-                "gather_objects": "allgather of .*, for gather_",
+                "barrier": "barrier #0;",
+                "split": "split #0;",
+                "gather_objects": "gather_objects #0;",
             }
             with pytest.raises(TimeoutError, match=what[call]):
                 ask[call]()
@@ -195,8 +195,8 @@ def test_a_wait_too_long_ends_the_job(tmp_path):
     result = run_job([str(script)], ranks=2, cwd=tmp_path)
     assert time.monotonic() - start < 20
     assert result.returncode != 0
-    rule = "[rank 0] TimeoutError: no rank may wait longer than 0.5 s, but rank 0 waits for allreduce of float64[3], "
-    assert rule + "24 bytes by SUM, for the loss" in result.stderr
+    rule = "[rank 0] TimeoutError: no rank may wait longer than 0.5 s, but rank 0 waits for allreduce of float64[3] "
+    assert rule + "by SUM #0, for the loss; rank 1 has not come: it computes, or is gone" in result.stderr
 
 
 @needs_mpirun
@@ -215,27 +215,10 @@ def test_a_progress_thread_is_over_before_mpi_ends(tmp_path):
     assert (result.returncode, result.stdout.count("done")) == (0, 2), result.stderr
 
 
-LIBRARIES = {  # what MPI_Get_library_version says -> what the start line says
-    "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, Jun 1, 2026": "Open MPI v5.0.11",
-    "Open MPI v4.1.4rc1, package: Open MPI root@host Distribution, ident: 4.1.4rc1": "Open MPI v4.1.4rc1",
-    "MPICH Version:      5.0.2\nMPICH Release date: Mon Oct  6\nMPICH ABI:          17:2:5\n": "MPICH 5.0.2",
-    "MPICH Version:\t3.3.2\nMPICH Release date:\tTue Nov 12 21:23:16 CST 2019\n": "MPICH 3.3.2",
-    "Intel(R) MPI Library 2021.8 for Linux* OS\n\n": "Intel(R) MPI Library 2021.8",
-    "Intel(R) MPI Library 2019 Update 6 for Linux* OS\n": "Intel(R) MPI Library 2019 Update 6",
-    "Intel(R) MPI Library 2021.6 for Windows\n": "Intel(R) MPI Library 2021.6",
-    "MVAPICH2 Version      :\t2.3.5\nMVAPICH2 Release date :\tMon November 30\n": "MVAPICH2 2.3.5",
-    "MVAPICH Version:\t3.0\nMVAPICH Release date:\tFri Feb 16\n": "MVAPICH 3.0",
-    "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)\nMPI BUILD INFO : Sun": "CRAY MPICH 8.1.25.17",
-    "another MPI 1.0\nwith pages of text": "another MPI 1.0",
-    "": "",
-}
-
-
 @under_mpirun
 def test_the_library_is_one_short_line(ranks, monkeypatch):
     import distributed.comm.mpi as mpi
 
-    assert {said: mpi.short_name(said) for said in LIBRARIES} == LIBRARIES
     monkeypatch.setattr(mpi.MPI, "Get_library_version", lambda: "MPICH Version:\t3.3.2\nMPICH ABI:\t13:8:1\n")
 
     def program(comm):

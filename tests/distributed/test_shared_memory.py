@@ -4,6 +4,7 @@ Threads take the part of processes where only the steps matter; under mpirun the
 passes for several by an argument.
 """
 
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -215,8 +216,6 @@ def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
 def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault):
     from mpi4py import MPI
 
-    import distributed.comm.mpi as mpi
-
     def refuse(*args, **kwargs):
         raise MPI.Exception(MPI.ERR_INTERN)
 
@@ -226,7 +225,7 @@ def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault)
             monkeypatch.setattr(MPI, "Win", SimpleNamespace(Allocate_shared=refuse))
             rule = "not shared memory: .*internal"
         else:
-            monkeypatch.setattr(mpi.shutil, "disk_usage", lambda path: SimpleNamespace(free=7 << 20))
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7 << 20))
             rule = f"not shared memory: /dev/shm has 7 MiB free, and {4 * comm.size + 1} MiB are needed"
         if comm.rank == 0:
             with pytest.warns(UserWarning, match=f"(?i){rule}"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed.comm.topology import RankPlace, blas_threads, describe_places, this_place
+from distributed.comm.topology import RankPlace, blas_threads, describe_places, short_name, this_place
 
 
 def place(*cores, host="a", threads=1, device="cpu"):
@@ -116,3 +116,23 @@ def test_a_gpu_goes_by_its_own_name(monkeypatch):
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(id=1)))
     monkeypatch.setitem(sys.modules, "cupy", fake)
     assert this_place("cuda").device == "GPU number 1"
+
+
+LIBRARIES = {  # what MPI_Get_library_version says -> what the start line says
+    "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, Jun 1, 2026": "Open MPI v5.0.11",
+    "Open MPI v4.1.4rc1, package: Open MPI root@host Distribution, ident: 4.1.4rc1": "Open MPI v4.1.4rc1",
+    "MPICH Version:      5.0.2\nMPICH Release date: Mon Oct  6\nMPICH ABI:          17:2:5\n": "MPICH 5.0.2",
+    "MPICH Version:\t3.3.2\nMPICH Release date:\tTue Nov 12 21:23:16 CST 2019\n": "MPICH 3.3.2",
+    "Intel(R) MPI Library 2021.8 for Linux* OS\n\n": "Intel(R) MPI Library 2021.8",
+    "Intel(R) MPI Library 2019 Update 6 for Linux* OS\n": "Intel(R) MPI Library 2019 Update 6",
+    "Intel(R) MPI Library 2021.6 for Windows\n": "Intel(R) MPI Library 2021.6",
+    "MVAPICH2 Version      :\t2.3.5\nMVAPICH2 Release date :\tMon November 30\n": "MVAPICH2 2.3.5",
+    "MVAPICH Version:\t3.0\nMVAPICH Release date:\tFri Feb 16\n": "MVAPICH 3.0",
+    "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)\nMPI BUILD INFO : Sun": "CRAY MPICH 8.1.25.17",
+    "another MPI 1.0\nwith pages of text": "another MPI 1.0",
+    "": "",
+}
+
+
+def test_a_library_has_a_short_name():
+    assert {said: short_name(said) for said in LIBRARIES} == LIBRARIES

@@ -149,13 +149,9 @@ def test_abort_says_rank_and_message(job):
 def test_an_abort_that_blocks_is_cut_off(job):
     source = """
         import threading
-        from types import SimpleNamespace
-        import distributed.comm.mpi as mpi
+        from distributed.comm.abort import JobEnd
 
-        blocked = SimpleNamespace(Get_rank=lambda: 3, Abort=lambda status: threading.Event().wait())
-        mpi.MPI = SimpleNamespace(COMM_WORLD=blocked)
-        mpi._ABORT_SECONDS = 0.1
-        mpi.abort_on_uncaught_exception()
+        JobEnd(3, lambda status: threading.Event().wait(), limit_seconds=0.1).on_uncaught_exception()
         raise ValueError("boom")
     """
     result = job(source, ranks=None)

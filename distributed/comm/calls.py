@@ -1,0 +1,126 @@
+"""A collective as every rank must make it, and the check that they do.
+
+MPI pairs the collectives of a communicator by their order alone. Where one rank makes a call that the others leave out
+(`if comm.rank == 0: ddp.mean(loss)`), it meets whatever they call next: a wrong number, a message cut short, or a wait
+for ever, and all of it far from the mistake. Where calls are checked, each rank first tells the others what it is
+about to do and from which line, and a difference is the same error on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from types import FrameType
+from typing import NamedTuple
+
+import numpy as np
+
+from distributed.comm.progress import Steps
+from distributed.comm.transfer import describe_array
+from distributed.comm.work import Array
+
+# A call is a line of a user's own, which may lie some calls of these packages above the communicator's.
+_OWN_PACKAGES = ("distributed", "pipeline", "minigrad")
+_COMM_PACKAGE = __name__.rpartition(".")[0] + "."
+_WHAT_BYTES, _WHERE_BYTES = 160, 224  # of a row that ranks exchange: what must be equal, and from where
+
+
+class Call(NamedTuple):
+    """One collective, but for the line that it is called from.
+
+    Attributes:
+        kind: `allreduce`.
+        array: what it moves.
+        detail: ` by SUM`, ` from 0`.
+    """
+
+    kind: str
+    array: Array | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return self.kind + ("" if self.array is None else f" of {describe_array(self.array)}") + self.detail
+
+
+def call_site() -> str:
+    """Say which line called a communicator: `train.py:31`, or `train.py:31, in DistributedDataParallel.mean`."""
+    inner: FrameType | None = sys._getframe(1)
+    while inner is not None and _module(inner).startswith(_COMM_PACKAGE):
+        inner = inner.f_back
+    outer = inner
+    while outer is not None and _module(outer).partition(".")[0] in _OWN_PACKAGES:
+        outer = outer.f_back
+    if inner is None:  # a thread of this package's own
+        return "an unknown line"
+    outer = outer or inner
+    file = outer.f_code.co_filename.removeprefix(os.getcwd() + os.sep)
+    return f"{file}:{outer.f_lineno}" + ("" if outer is inner else f", in {inner.f_code.co_qualname}")
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def describe_mismatch(number: int, calls: Mapping[int, tuple[str, str]], label: str = "") -> str | None:
+    """Say which two ranks make different calls, if two do.
+
+    Args:
+        number: of the collective on its communicator.
+        calls: what each rank calls, and where.
+        label: of the communicator, where it is not of all ranks.
+    """
+    (first, (first_what, first_where)), *others = sorted(calls.items())
+    for rank, (what, where) in others:
+        if what != first_what:
+            return (
+                f"all ranks must call the same collectives in the same order, but for collective #{number}{label} "
+                f"rank {first} calls {first_what} ({first_where}) and rank {rank} calls {what} ({where})"
+            )
+    return None
+
+
+class CallCheck:
+    """Compares each collective of a communicator over its ranks before it starts.
+
+    Args:
+        gather: collects a row of bytes of every rank, through messages of the check's own.
+        label: of the communicator, where it is not of all ranks.
+    """
+
+    def __init__(self, gather: Callable[[Array], Steps], label: str) -> None:
+        self._gather = gather
+        self._label = label
+        self._num_compared = 0
+        self._mismatch: str | None = None
+
+    def compare(self, number: int, call: Call, where: str) -> Generator[None, None, None]:
+        """Wait until all ranks have come to this call, and to its predecessors.
+
+        Args:
+            number: of the call on its communicator, from 0.
+            where: the line that makes it.
+        Raises:
+            RuntimeError: they make different calls here, or did at an earlier number; the same on every rank.
+        """
+        row = np.zeros(_WHAT_BYTES + _WHERE_BYTES, np.uint8)
+        _write(row[:_WHAT_BYTES], str(call))
+        _write(row[_WHAT_BYTES:], where)
+        rows = yield from self._gather(row)
+        while self._num_compared < number:
+            yield  # ranks match what follows by the order of its launch
+        self._num_compared += 1
+        if self._mismatch is None:
+            calls = {rank: (_read(row[:_WHAT_BYTES]), _read(row[_WHAT_BYTES:])) for rank, row in enumerate(rows)}
+            self._mismatch = describe_mismatch(number, calls, self._label)
+        if self._mismatch is not None:
+            raise RuntimeError(self._mismatch)
+
+
+def _write(row: Array, text: str) -> None:
+    encoded = text.encode()[-row.size :]  # of a long path the end says more
+    row[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+
+
+def _read(row: Array) -> str:
+    return row.tobytes().rstrip(b"\0").decode(errors="replace")
