@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from minigrad import kernels
 from minigrad.backend import gpu_name
 
 # What limits the threads of a matrix product; the first that is set holds, as in OpenBLAS, which NumPy's wheels bring.
@@ -25,7 +26,7 @@ class RankPlace(NamedTuple):
         host: its name.
         cores: the numbers of those that this rank may use; empty where the system does not say (macOS).
         num_threads: of a matrix product.
-        device: `cpu`, or the name of a GPU.
+        device: the name of a GPU, or `cpu` and which kernels it computes with.
     """
 
     host: str
@@ -42,7 +43,9 @@ def this_place(device: str) -> RankPlace:
     """
     cores = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
     num_threads = blas_threads(len(cores) or os.cpu_count() or 1)
-    return RankPlace(platform.node(), cores, num_threads, gpu_name() if device == "cuda" else device)
+    return RankPlace(
+        platform.node(), cores, num_threads, gpu_name() if device == "cuda" else f"{device} with {kernels.describe()}"
+    )
 
 
 def blas_threads(num_cores: int, environ: Mapping[str, str] = os.environ) -> int:
@@ -58,9 +61,9 @@ def blas_threads(num_cores: int, environ: Mapping[str, str] = os.environ) -> int
 def describe_places(places: Sequence[RankPlace], library: str) -> str:
     """Describe the places of all ranks, and warn where ranks are in each other's way.
 
-        1 rank, no MPI, 2 threads and 2 cores, cpu
+        1 rank, no MPI, 2 threads and 2 cores, cpu with numba kernels
         4 ranks on 2 hosts, Open MPI v5.0.11, 1 thread and 2-8 cores a rank, NVIDIA A100
-        4 ranks on 1 host, MPICH 4.3.2, 2 threads and 2 cores a rank, cpu; warning: 8 threads on 2 cores
+        4 ranks on 1 host, MPICH 4.3.2, 2 threads and 2 cores a rank, cpu with NumPy kernels; warning: ...
 
     Args:
         places: by rank.

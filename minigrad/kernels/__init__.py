@@ -9,23 +9,69 @@ for its backward is a matter between two kernels of one file:
 
     kernels = kernels_of(x, gain, bias)
     y, mean, inverse = kernels.layer_norm(x, gain, bias, eps)
+
+MINIGRAD_KERNELS=numpy keeps to the reference; without numba it is all there is.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
+import warnings
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels import reference
 
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+# Elements from which a call of a compiled kernel is worth it. Who computes with fewer never waits for numba's import.
+_LARGE = 4096
 
-def kernels_of(*arrays: Array) -> Any:
+
+def kernels_of(x: Array, *others: Array) -> Any:
     """Return the kernels for floating point arrays that meet in one op: every name of `reference.py`.
 
-    Which ones depends on the type of the arrays and on their dtypes.
+    Which ones depends on the type of the arrays, on their dtypes and on the size of the first alone, so that the same
+    arrays give the same bits on every rank and in every run.
     """
-    return _REFERENCE
+    if type(x) is not np.ndarray or x.size < _LARGE or x.dtype not in _DTYPES:
+        return _REFERENCE
+    for other in others:
+        if type(other) is not np.ndarray or other.dtype != x.dtype:
+            return _REFERENCE
+    return _cpu()
+
+
+def describe() -> str:
+    """Return which kernels large arrays on the CPU get, and why if it is the reference: for a start line."""
+    reason = _why_reference()
+    return f"NumPy kernels ({reason})" if reason else "numba kernels"
+
+
+def _why_reference() -> str:
+    choice = os.environ.get("MINIGRAD_KERNELS", "")
+    if choice not in ("", "numba", "numpy"):
+        raise ValueError(f"MINIGRAD_KERNELS must be numba or numpy, got {choice!r}")
+    if choice == "numpy":
+        return "MINIGRAD_KERNELS=numpy"
+    return "" if importlib.util.find_spec("numba") else "numba is not installed"
+
+
+@functools.cache
+def _cpu() -> SimpleNamespace:
+    """Return the kernels of large arrays on the CPU."""
+    if _why_reference():
+        return _REFERENCE
+    try:
+        from minigrad.kernels import cpu
+    except ImportError as error:  # numba itself says so when it is too old for this NumPy
+        warnings.warn(f"numba is installed but does not work, so NumPy's kernels are used: {error}", stacklevel=2)
+        return _REFERENCE
+    return _table(cpu)
 
 
 def _table(module: ModuleType) -> SimpleNamespace:

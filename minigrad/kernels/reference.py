@@ -417,7 +417,7 @@ def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array
 
 
 def attention_weights(scores: Array, first: int | None, mask: Array | None, small: bool) -> tuple[Array, Array]:
-    """Return e = exp(scores) and one over its row sums, (..., r, 1); the scores' memory becomes that of e.
+    """Return e = exp(scores) and one over its row sums, (..., r, 1); it may write into the scores.
 
     What a query may not see gives e = 0, and a query that sees nothing a factor of 1.
 
@@ -442,7 +442,7 @@ def attention_weights(scores: Array, first: int | None, mask: Array | None, smal
 
 
 def attention_dscores(dp: Array, e: Array, gr: Array, y: Array) -> Array:
-    """Return e (dp - sum(gr y)), in the memory of dp.
+    """Return e (dp - sum(gr y)); it may write into dp.
 
     Args:
         dp, e: (..., r, s): gr v^T, and the weights before division by their sums.
@@ -476,15 +476,13 @@ def embedding_dtable(g: Array, ids: Array, out: Array, add: bool) -> None:
     Args:
         g: (m, n), ids: (m,) checked, out: (V, n).
     """
-    xp, g, num_rows = xp_of(g), widened(g), len(out)  # a row may be the sum of thousands
-    if num_rows <= 256:  # a product with the one-hot matrix is faster than any scatter
-        product((xp.arange(num_rows)[:, None] == ids).astype(g.dtype), g, out, add)
-    elif out.dtype == g.dtype:
+    g = widened(g)  # a row may be the sum of thousands
+    if out.dtype == g.dtype:
         if not add:
             out[...] = 0
         scatter_add_rows(out, ids, g)
     else:
-        dtable: Array = xp.zeros(out.shape, g.dtype)
+        dtable: Array = xp_of(g).zeros(out.shape, g.dtype)
         scatter_add_rows(dtable, ids, g)
         _put(dtable, out, add)
 

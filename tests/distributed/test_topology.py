@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from distributed.comm.topology import RankPlace, blas_threads, describe_places, short_name, this_place
+from minigrad import kernels
 
 
 def place(*cores, host="a", threads=1, device="cpu"):
@@ -102,13 +103,13 @@ def test_this_process_has_the_cores_and_threads_that_it_may_use(monkeypatch):
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
-    assert this_place("cpu") == RankPlace(os.uname().nodename, frozenset({3, 5}), 2, "cpu")
+    assert this_place("cpu") == RankPlace(os.uname().nodename, frozenset({3, 5}), 2, f"cpu with {kernels.describe()}")
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     assert this_place("cpu").num_threads == 1
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.delenv("OPENBLAS_NUM_THREADS")
-    assert this_place("cpu")[1:] == (frozenset(), 6, "cpu")
+    assert this_place("cpu")[1:] == (frozenset(), 6, f"cpu with {kernels.describe()}")
 
 
 def test_a_gpu_goes_by_its_own_name(monkeypatch):

@@ -70,7 +70,9 @@ def test_description_counts_ranks_and_hosts(ranks):
 
 
 def test_description_of_worlds_without_mpi():
-    assert re.fullmatch(r"1 rank, no MPI, \d+ threads?( and \d+ cores?)?, cpu", describe(SoloCommunicator()))
+    assert re.fullmatch(
+        r"1 rank, no MPI, \d+ threads?( and \d+ cores?)?, cpu with \w+ kernels.*", describe(SoloCommunicator())
+    )
     lines = LocalWorld(2).run(describe)
     assert lines[0] == lines[1]
     assert lines[0].startswith("2 ranks on 1 host, threads of one process, ")

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_modes import MODES, use_kernels
 
 import minigrad as mg
 from minigrad.backend import Array
@@ -21,6 +22,12 @@ from minigrad.parameter import Parameter
 
 INF = np.inf
 HALVES = [np.float16, ml_dtypes.bfloat16]
+
+
+@pytest.fixture(autouse=True, params=MODES)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all of this file with each set of kernels."""
+    use_kernels(request.param, monkeypatch)
 
 
 def value_and_grad(function: Callable[[mg.Tensor], mg.Tensor], x: Any, g: Any = None) -> tuple[Array, Array]:

@@ -8,10 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_modes import MODES, use_kernels
 from op_rows_nn import plain_scaled_dot_product_attention
 
 import minigrad as mg
 from minigrad.backend import Array
+
+
+@pytest.fixture(autouse=True, params=MODES)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all of this file with each set of kernels."""
+    use_kernels(request.param, monkeypatch)
 
 
 def leaf(array: Any, dtype: Any = np.float64) -> mg.Tensor:

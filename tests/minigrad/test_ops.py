@@ -13,6 +13,7 @@ import numpy as np
 import op_rows_math
 import op_rows_nn
 import pytest
+from kernel_modes import MODES, use_kernels
 from op_table import Row, is_array, is_float, read_only
 
 import minigrad as mg
@@ -21,6 +22,12 @@ from minigrad.backend import Array, scatter_add_rows, to_device
 
 ROWS = op_rows_math.ROWS + op_rows_nn.ROWS
 LOSSES = ("binary_cross_entropy_with_logits", "cross_entropy", "mse")
+
+
+@pytest.fixture(autouse=True, params=MODES)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all of this file with each set of kernels."""
+    use_kernels(request.param, monkeypatch)
 
 
 def row_id(row: Row) -> str:

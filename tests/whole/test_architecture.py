@@ -46,7 +46,9 @@ RULES = {
     ),
     "minigrad.generate": Rule(EVERYTHING, "minigrad.generate.__main__ -> torch"),  # an application, see below
     # Ranks. Tensors and layers are known where parameters are, ops nowhere.
-    "distributed.comm": Rule({"numpy", "mpi4py", "minigrad.backend"}, "distributed.comm.mpi -> minigrad.tensor"),
+    "distributed.comm": Rule(
+        {"numpy", "mpi4py", "minigrad.backend", "minigrad.kernels"}, "distributed.comm.mpi -> minigrad.tensor"
+    ),
     "distributed": Rule(
         {"numpy", "distributed.comm", "distributed.data"}, "distributed.stop -> distributed.data_parallel.ddp"
     ),

@@ -1,0 +1,300 @@
+"""Each kernel that is compiled for the CPU against the reference: values, layouts, empty arrays, nan and infinity."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_modes import use_kernels
+
+import minigrad as mg
+from minigrad import kernels
+from minigrad.backend import Array
+from minigrad.kernels import kernels_of, reference
+from minigrad.models import GPT, GPTConfig
+from minigrad.optim import AdamW, Optimizer
+
+ROOT = Path(__file__).parents[2]
+DTYPES = [np.float32, np.float64]
+Sample = Callable[..., Array]  # sample(*shape): an array of the dtype that is tested, maybe with odd values
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Any:
+    pytest.importorskip("numba")
+    return pytest.importorskip("minigrad.kernels.cpu")
+
+
+def some_ids(high: int, *shape: int) -> Array:
+    return np.random.default_rng(1).integers(high, size=shape)
+
+
+def some_mask(*shape: int) -> Array:
+    return np.random.default_rng(2).random(shape) < 0.7
+
+
+def softmax_of(x: Array) -> Array:
+    return reference.softmax(x)
+
+
+def norm_args(x: Sample, m: int, n: int) -> list[Array]:
+    """g, x, the mean and the inverse of x's rows: x as it was in a forward, whatever the cotangent is."""
+    rows = tame(x(m, n))
+    _, mean, inverse = reference.layer_norm(rows, rows[0] if m else np.zeros(n, rows.dtype), rows[:1].sum(0), 1e-5)
+    return [x(m, n), rows, mean, inverse]
+
+
+def tame(x: Array) -> Array:
+    """Return x without nan and large numbers, in the layout that it has."""
+    y = np.empty_like(x)
+    y[...] = np.where(abs(x) < 10, x, 1)
+    return y
+
+
+# name -> its arguments for rows of shape (m, n), given how to sample arrays.
+CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
+    "relu": lambda x, m, n: [x(m, n)],
+    "leaky_relu": lambda x, m, n: [x(m, n), 0.1],
+    "select": lambda x, m, n: [x(m, n), some_mask(m, n), 1.25],
+    "sigmoid": lambda x, m, n: [x(m, n)],
+    "sigmoid_dx": lambda x, m, n: [x(m, n), tame(x(m, n))],
+    "silu": lambda x, m, n: [x(m, n)],
+    "gelu": lambda x, m, n: [x(m, n), False],
+    "gelu exact": lambda x, m, n: [x(m, n), True],
+    "softmax": lambda x, m, n: [x(m, n)],
+    "softmax_dx": lambda x, m, n: [x(m, n), softmax_of(tame(x(m, n)))],
+    "log_softmax": lambda x, m, n: [x(m, n)],
+    "log_softmax_dx": lambda x, m, n: [x(m, n), np.log(softmax_of(tame(x(m, n))))],
+    "cross_entropy": lambda x, m, n: [x(m, n), some_ids(n, m) - 1, 0.0, 0.5],
+    "cross_entropy smooth": lambda x, m, n: [x(m, n), some_ids(n, m), 0.1, 0.5],
+    "layer_norm": lambda x, m, n: [x(m, n), x(n), x(n), 1e-5],
+    "layer_norm_dx": lambda x, m, n: [*norm_args(x, m, n), x(n)],
+    "layer_norm_dgain": norm_args,
+    "rms_norm": lambda x, m, n: [x(m, n), x(n), 1e-5],
+    "rms_norm_dx": lambda x, m, n: [*norm_args(x, m, n)[:2], norm_args(x, m, n)[3], x(n)],
+    "rms_norm_dgain": lambda x, m, n: [*norm_args(x, m, n)[:2], norm_args(x, m, n)[3]],
+    "attention_weights": lambda x, m, n: [tame(x(2, m, n)), None, None, True],
+    "attention_weights causal": lambda x, m, n: [tame(x(2, m, m + n)), n, None, True],
+    "attention_weights large": lambda x, m, n: [x(2, m, m + n).copy() * 100, n, some_mask(2, m, m + n), False],
+    "attention_dscores": lambda x, m, n: [x(2, m, n).copy(), tame(x(2, m, n)), x(2, m, 3), tame(x(2, m, 3))],
+    "embedding_dtable": lambda x, m, n: [x(m, n), some_ids(3, m), tame(x(5, n)), False],
+    "embedding_dtable added": lambda x, m, n: [x(m, n), some_ids(3, m), tame(x(5, n)), True],
+    "sgd": lambda x, m, n: [x(m * n).copy(), x(m * n), None, 0.1, 0.0, 0.0],
+    "sgd momentum": lambda x, m, n: [x(m * n).copy(), x(m * n), x(m * n).copy(), 0.1, 0.9, 0.01],
+    "adamw": lambda x, m, n: [
+        *(x(m * n).copy(), x(m * n), x(m * n).copy(), abs(x(m * n))),
+        *(0.9, 0.999, 1e-3, 1e-8, 0.99),
+    ],
+    "square_sum": lambda x, m, n: [x(m * n)],
+}
+EXACT = {"relu", "leaky_relu", "select", "sgd", "adamw"}  # kernels with the bits of the reference
+SHAPES = [(5, 7), (3, 1), (1, 65), (33, 64), (4, 129), (0, 5)]
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def outputs(module: Any, case: str, args: list[Any]) -> list[Array]:
+    """Call a kernel; return what it returns and what it wrote into its arguments, as arrays."""
+    args = [a.copy() if isinstance(a, np.ndarray) and a.flags.writeable else a for a in args]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = getattr(module, case.split()[0])(*args)
+    in_place = [a for a in args if isinstance(a, np.ndarray)] if result is None else []
+    return [np.asarray(y) for y in (result if isinstance(result, tuple) else (result,)) if y is not None] + in_place
+
+
+def check(cpu: Any, case: str, args: list[Any], dtype: Any) -> None:
+    pairs = zip(outputs(cpu, case, args), outputs(reference, case, args), strict=True)
+    for got, expected in pairs:
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        if case.split()[0] in EXACT:
+            np.testing.assert_array_equal(got, expected)
+        else:
+            scale = np.nanmax(abs(expected), initial=1, where=np.isfinite(expected))
+            tolerance = (1e-5 if dtype == np.float32 else 1e-13) * scale
+            np.testing.assert_allclose(got, expected, rtol=100 * np.finfo(dtype).eps, atol=tolerance)
+
+
+def sampler(dtype: Any, *, read_only: bool = False, strided: bool = False, odd: float | None = None) -> Sample:
+    generator = np.random.default_rng(0)
+
+    def sample(*shape: int) -> Array:
+        x = generator.standard_normal(shape).astype(dtype)
+        if odd is not None and x.size:
+            x.reshape(-1)[generator.integers(x.size)] = odd
+        if strided:
+            x = np.repeat(x[..., None], 2, axis=-1)[..., 0]
+        x.flags.writeable = not read_only
+        return x
+
+    return sample
+
+
+def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> None:
+    assert {case.split()[0] for case in CASES} == set(cpu.__all__)
+    assert set(cpu.__all__) <= set(reference.__all__)
+
+
+@each_case
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_gives_what_the_reference_gives(cpu: Any, case: str, dtype: Any, shape: tuple[int, int]) -> None:
+    check(cpu, case, CASES[case](sampler(dtype), *shape), dtype)
+
+
+@each_case
+def test_layouts_and_read_only_memory_do_not_matter(cpu: Any, case: str) -> None:
+    for dtype in DTYPES:
+        plain = CASES[case](sampler(dtype), 5, 7)
+        for kind in ({"strided": True}, {"read_only": True}):
+            args = CASES[case](sampler(dtype, **kind), 5, 7)  # type: ignore[arg-type]
+            for got, expected in zip(outputs(cpu, case, args), outputs(cpu, case, plain), strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+@each_case
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30, -1e30, 1e-40])
+def test_nan_infinity_and_extremes_come_out_as_from_the_reference(cpu: Any, case: str, odd: float) -> None:
+    for dtype in DTYPES:
+        args = CASES[case](sampler(dtype, odd=odd), 5, 9)
+        for got, expected in zip(outputs(cpu, case, args), outputs(reference, case, args), strict=True):
+            np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
+            if not case.endswith("norm_dx"):  # where inf meets inf in a sum, and which is nan, is the order's doing
+                np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+                np.testing.assert_array_equal(got == np.inf, expected == np.inf)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu exact", "sigmoid", "silu", "softmax"])
+def test_float32_is_right_to_a_few_units_of_the_last_place(cpu: Any, name: str) -> None:
+    x = np.linspace(-20, 20, 40_001, dtype=np.float32)[None]
+    more = [name == "gelu exact"] if name.startswith("gelu") else []
+    single = outputs(cpu, name, [x, *more])
+    for got, expected in zip(single, outputs(reference, name, [x.astype(np.float64), *more]), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=4e-7, atol=2e-6 if name.startswith("gelu") else 4e-7)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "rms_norm", "gelu"])
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(cpu: Any, name: str) -> None:
+    x, *rest = CASES[name](sampler(np.float32), 7, 65)
+    whole = outputs(cpu, name, [x, *rest])
+    for i in range(len(x)):
+        for part, all_rows in zip(outputs(cpu, name, [x[i : i + 1].copy(), *rest]), whole, strict=True):
+            np.testing.assert_array_equal(part[0], all_rows[i])
+
+
+# Which kernels an op gets.
+
+
+def test_large_arrays_of_one_dtype_get_the_compiled_ones(cpu: Any) -> None:
+    large, small = np.zeros(kernels._LARGE, np.float32), np.zeros(kernels._LARGE - 1, np.float32)
+    assert kernels_of(large).gelu is cpu.gelu
+    assert kernels_of(large, small).gelu is cpu.gelu
+    assert kernels_of(large).softplus is reference.softplus  # which numba would not make faster
+    for arrays in [(small, large), (large.astype(np.float16),), (large, small.astype(float)), (large.astype(">f4"),)]:
+        assert kernels_of(*arrays).gelu is reference.gelu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpt_trains_alike_with_both(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for mode in ("numpy", "numba"):
+        use_kernels(mode, monkeypatch)
+        model = GPT(GPTConfig(vocab_size=11, context=9, num_layers=2, num_heads=2, width=12), dtype=dtype)
+        optimizer = Optimizer(model.parameters(), AdamW(lr=1e-2))
+        x = some_ids(11, 3, 9)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = mg.cross_entropy(model(x), x)
+            mg.backward(loss)
+            optimizer.step()
+        ends.append(loss.item())
+    np.testing.assert_allclose(*ends, rtol=1e-4 if dtype == np.float32 else 1e-11)
+
+
+PROGRAM = """
+import numpy as np, sys
+import minigrad as mg
+assert "numba" not in sys.modules
+mg.gelu(np.ones(10, np.float32))
+assert "numba" not in sys.modules
+y = mg.gelu(np.ones((8, 1024), np.float32))
+np.testing.assert_allclose(y.data, 0.8411920, rtol=1e-6)
+print("numba" in sys.modules, "minigrad.kernels.cpu" in sys.modules)
+"""
+
+
+def run(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True
+    )
+
+
+def test_numba_is_imported_when_a_large_array_first_comes(cpu: Any) -> None:
+    result = run(PROGRAM)
+    assert (result.stdout, result.stderr) == ("True True\n", "")
+
+
+def test_the_environment_keeps_to_numpy() -> None:
+    result = run(PROGRAM, MINIGRAD_KERNELS="numpy")
+    assert (result.stdout, result.stderr) == ("False False\n", "")
+    result = run(PROGRAM, MINIGRAD_KERNELS="fortran")
+    assert "ValueError: MINIGRAD_KERNELS must be numba or numpy, got 'fortran'" in result.stderr
+
+
+def test_without_numba_or_with_one_that_does_not_work_numpy_computes(cpu: Any) -> None:
+    result = run(
+        "import sys; sys.modules['numba'] = None\nimport importlib.util\n"
+        + PROGRAM.replace('"numba" in sys.modules,', "").replace('assert "numba" not in sys.modules', "")
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_start_line_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINIGRAD_KERNELS", raising=False)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert kernels.describe() == "NumPy kernels (numba is not installed)"
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    assert kernels.describe() == "numba kernels"
+    monkeypatch.setenv("MINIGRAD_KERNELS", "numpy")
+    assert kernels.describe() == "NumPy kernels (MINIGRAD_KERNELS=numpy)"
+
+
+# What is kept on disk.
+
+
+def test_processes_that_start_together_compile_in_turn(cpu: Any, tmp_path: Path) -> None:
+    program = """
+import numpy as np
+from minigrad.kernels import cpu
+for dtype in (np.float32, np.float64):
+    x = np.ones(5000, dtype)
+    np.testing.assert_array_equal(cpu.select(x, x > 0, 2.0), 2)
+stats = cpu._select.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+    environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    hits, misses = zip(*[map(int, rank.communicate(timeout=120)[0].split()) for rank in ranks], strict=True)
+    assert (sum(hits), sum(misses)) == (4, 2)  # two dtypes, each compiled once and fetched twice
+
+
+def test_a_machine_without_a_folder_to_write_to_compiles_anyway(cpu: Any) -> None:
+    refuse = """
+import numba.core.caching
+def refuse(self): raise PermissionError
+numba.core.caching._CacheLocator.ensure_cache_path = refuse
+from minigrad.kernels import cpu
+print(cpu._gelu_tanh.stats.cache_path)
+"""
+    result = run(refuse + PROGRAM.replace('assert "numba" not in sys.modules', ""))
+    assert (result.returncode, result.stdout) == (0, "None\nTrue True\n"), result.stderr
+    assert result.stderr.count("numba finds no folder to keep compiled kernels in") == 1
