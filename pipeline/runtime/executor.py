@@ -26,7 +26,7 @@ from minigrad.tape import no_grad
 from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec, Bundle
-from pipeline.runtime.handshake import Batch, agree_on_orders, shake_hands
+from pipeline.runtime.handshake import Batch, agree_on_orders, shake_hands, training_orders
 from pipeline.runtime.p2p import PointToPoint
 from pipeline.runtime.stage import LocalStages
 from pipeline.runtime.step import PipelineOutput, StepState
@@ -34,7 +34,11 @@ from pipeline.runtime.step_hooks import StepHooks, side_by_side
 from pipeline.schedules.action import Action, Kind
 from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.lower import lower
+from pipeline.schedules.orders import backwards_of, forwards_of
 from pipeline.schedules.schedule import Schedule
+
+Program = list[list[Action]]
+"""What one rank does, in order; actions of one group run as one."""
 
 LossFn = Callable[[Any, Array], Tensor]
 
@@ -44,7 +48,8 @@ class PipelineExecutor:
 
     Making one, and every method, is collective over `comm`. A batch `x` is an array of samples or a list of
     `num_microbatches` arrays; only the first stage's rank needs x and only the last one's y, others may pass the
-    same or None.
+    same or None. A training step takes at least one sample for each micro-batch; where forwards stand alone (evaluate,
+    predict, forward) a batch of fewer samples, or a shorter list, makes fewer micro-batches.
 
     Args:
         stages: this rank's part of the model.
@@ -56,8 +61,8 @@ class PipelineExecutor:
     Attributes:
         recorder: notes what runs when inside `with pipe.recorder:`.
     Raises:
-        ValueError: num_microbatches < 1, the schedule does not allow these sizes, stages do not fit it, or ranks were
-            given different ones; the same message on every rank.
+        ValueError: num_microbatches < 1, the schedule does not allow these sizes (asked only with a loss_fn: forwards
+            alone run with any), stages do not fit it, or ranks were given different ones; the same on every rank.
     """
 
     def __init__(
@@ -70,7 +75,8 @@ class PipelineExecutor:
         loss_fn: LossFn | None = None,
     ) -> None:
         stage_ids = [stage.stage_id for stage in stages]
-        orders = agree_on_orders(comm, schedule, stage_ids, num_microbatches=num_microbatches)
+        trains = loss_fn is not None
+        orders = agree_on_orders(comm, schedule, stage_ids, num_microbatches=num_microbatches, trains=trains)
         num_stages = schedule.num_stages(comm.size)
         self.comm = comm.duplicate()
         self.stages = stages
@@ -90,15 +96,9 @@ class PipelineExecutor:
             recorder=self.recorder,
         )
 
-        def program(kinds: Sequence[Kind]) -> list[list[Action]]:
-            kept = [[action for action in order if action.kind in kinds] for order in orders]
-            programs = lower(kept, rank_of=schedule.rank_of, num_stages=num_stages)
-            check_deadlock_free(programs, rank_of=schedule.rank_of, num_stages=num_stages)
-            return side_by_side(programs[comm.rank])
-
-        self._training = program(list(Kind))
-        self._forwards = program([Kind.F])
-        self._backwards = program([Kind.B, Kind.W, Kind.BW])
+        self._schedule = schedule
+        self._training = None if orders is None else self._program(orders)
+        self._apart: dict[int, tuple[Program, Program]] = {}  # forwards and backwards of so many micro-batches
         self._waiting: StepState | None = None  # a forward whose backward is still to come
 
     def step(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> float:
@@ -109,14 +109,14 @@ class PipelineExecutor:
         Returns:
             The mean loss of the batch, on every rank.
         """
-        state = self._open(x, y, has_loss=True)
+        state = self._open(x, y, has_loss=True, or_fewer=False)
         return self._train(state, hooks).loss
 
     def run(
         self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None, input_grads: bool = False
     ) -> PipelineOutput:
         """Run forward and backward of a batch, as `step`, and return what each micro-batch gave."""
-        state = self._open(x, y, has_loss=True, keep_outputs=True, input_grads=input_grads)
+        state = self._open(x, y, has_loss=True, keep_outputs=True, input_grads=input_grads, or_fewer=False)
         return self._train(state, hooks)
 
     def evaluate(self, x: Batch | None, y: Batch | None) -> float:
@@ -134,7 +134,7 @@ class PipelineExecutor:
             RuntimeError: the last forward has had no backward.
         """
         state = self._open(x, None, has_loss=False, keep_outputs=True, input_grads=input_grads)
-        self._execute(self._forwards, state)
+        self._execute(self._forwards_and_backwards(len(state.weights))[0], state)
         self._waiting = state
         return self._result(state)
 
@@ -155,8 +155,24 @@ class PipelineExecutor:
         self._waiting = None
         self._p2p.begin(state.opening.specs)
         self._start(state, hooks)
-        self._execute(self._backwards, state)
+        self._execute(self._forwards_and_backwards(len(state.weights))[1], state)
         return self._finish(state)
+
+    # -- programs -----------------------------------------------------------------------------
+
+    def _program(self, orders: Sequence[Sequence[Action]]) -> Program:
+        """Return what this rank has to do so that all ranks together compute these orders."""
+        rank_of, num_stages = self._schedule.rank_of, self._last_stage + 1
+        programs = lower(orders, rank_of=rank_of, num_stages=num_stages)
+        check_deadlock_free(programs, rank_of=rank_of, num_stages=num_stages)
+        return side_by_side(programs[self.comm.rank])
+
+    def _forwards_and_backwards(self, num_microbatches: int) -> tuple[Program, Program]:
+        """Return the programs of a step whose forwards stand alone: no rule of the schedule binds their number."""
+        if num_microbatches not in self._apart:
+            orders = forwards_of(self._schedule.rank_of, self.comm.size, self._last_stage + 1, num_microbatches)
+            self._apart[num_microbatches] = self._program(orders), self._program(backwards_of(orders))
+        return self._apart[num_microbatches]
 
     # -- around the program -------------------------------------------------------------------
 
@@ -169,6 +185,7 @@ class PipelineExecutor:
         keep_outputs: bool = False,
         input_grads: bool = False,
         trains: bool = True,
+        or_fewer: bool = True,
     ) -> StepState:
         if self._waiting is not None and trains:
             raise RuntimeError(
@@ -186,18 +203,22 @@ class PipelineExecutor:
             first_rank=self._first_rank,
             tied=self.stages.tied_states(),
             input_grads=input_grads,
+            or_fewer=or_fewer,
         )
         self._p2p.begin(opening.specs)
         weights = microbatch.weights(opening.sizes)
-        readiness = StepHooks(len(self._stage) * self.num_microbatches, self.stages.tied)
+        readiness = StepHooks(len(self._stage) * len(weights), self.stages.tied)
         return StepState(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
 
     def _infer(self, state: StepState) -> PipelineOutput:
         with no_grad():
-            self._execute(self._forwards, state)
+            self._execute(self._forwards_and_backwards(len(state.weights))[0], state)
         return self._result(state)
 
     def _train(self, state: StepState, hooks: Hooks | None) -> PipelineOutput:
+        if self._training is None:  # made without a loss_fn, for sizes that the schedule does not allow; says so
+            orders = training_orders(self._schedule, self.comm.size, self.num_microbatches)
+            self._training = self._program(orders)
         self._start(state, hooks)
         self._execute(self._training, state)
         return self._finish(state)
@@ -219,7 +240,7 @@ class PipelineExecutor:
     def _result(self, state: StepState) -> PipelineOutput:
         """Tell every rank the losses, and give what this rank holds."""
         self.recorder.enter("step", "losses")
-        losses = np.array([state.losses.get(i, 0.0) for i in range(self.num_microbatches if state.has_loss else 0)])
+        losses = np.array([state.losses.get(i, 0.0) for i in range(len(state.weights) if state.has_loss else 0)])
         if state.has_loss:
             self.comm.broadcast(losses, root=self._last_rank).wait()
         self.recorder.leave()
@@ -230,7 +251,7 @@ class PipelineExecutor:
         if self._last_stage in self._stage:
             if cotangents is None:
                 raise ValueError("the last stage needs the cotangents of its outputs, got None")
-            parts = microbatch.as_microbatches(cotangents, self.num_microbatches, "cotangents")
+            parts = microbatch.as_microbatches(cotangents, len(state.weights), "cotangents")
             for i, part in enumerate(parts):
                 wanted, given = state.output_specs[i], ArraySpec.of(part)
                 if given != wanted:

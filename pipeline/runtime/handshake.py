@@ -57,10 +57,12 @@ def shake_hands(
     first_rank: int,
     tied: Mapping[str, bool | None],
     input_grads: bool = False,
+    or_fewer: bool = False,
 ) -> StepInputs:
     """Check what every rank was given. Collective.
 
     Args:
+        num_microbatches: that a batch is cut into; `or_fewer` where it has fewer samples, or is a shorter list.
         needs_x: whether this rank holds the first stage; needs_y: the last one, and there is a loss.
         has_loss_fn: whether this rank could compute a loss.
         first_rank: the rank that holds the first stage.
@@ -70,7 +72,10 @@ def shake_hands(
     """
     inputs: list[Array] | None = None
     targets: list[Array] | None = None
-    table = np.zeros((num_microbatches, SPEC_COLUMNS), np.int64)  # of x
+
+    def cut(batch: Batch, name: str) -> list[Array]:
+        count = microbatch.num_parts(batch, num_microbatches) if or_fewer else num_microbatches
+        return microbatch.as_microbatches(batch, count, name)
 
     def prepare() -> Array:
         nonlocal inputs, targets
@@ -83,47 +88,60 @@ def shake_hands(
         if needs_y and y is None:
             raise ValueError("the last stage needs targets y, got None")
         if x is not None:
-            inputs = microbatch.as_microbatches(x, num_microbatches, "x")
+            inputs = cut(x, "x")
             microbatch.check_used_once(inputs)
-            table[:] = [ArraySpec.of(part).encode() for part in inputs]
             for part in inputs:
+                ArraySpec.of(part).encode()  # for its errors
                 if input_grads and not ArraySpec.of(part).is_float:
                     raise ValueError(f"input_grads needs a floating point x, got {part.dtype}")
         if y is not None:
-            targets = microbatch.as_microbatches(y, num_microbatches, "y")
+            targets = cut(y, "y")
         states = [_TIED_STATES[state] for state in tied.values()]
         return np.array([*_row(inputs, targets, is_list=isinstance(x, (list, tuple))), *states], np.int64)
 
     rows = agree(comm, prepare, num_columns=_NUM_COLUMNS + len(tied))
     _compare(rows[:, :_NUM_COLUMNS], first_rank)
     _compare_tied(tied, rows[:, _NUM_COLUMNS:])
+    count = int(rows[first_rank, _NUM_PARTS])
     if rows[first_rank, _IS_LIST]:
+        table = np.zeros((count, SPEC_COLUMNS), np.int64)
+        if comm.rank == first_rank:
+            assert inputs is not None
+            table[:] = [ArraySpec.of(part).encode() for part in inputs]
         specs = [ArraySpec.decode(row) for row in comm.broadcast(table, root=first_rank).wait()]
     else:
         first = ArraySpec.decode(rows[first_rank, _SPEC:_NUM_COLUMNS])
-        sizes = microbatch.sizes(int(rows[first_rank, _NUM_SAMPLES]), num_microbatches)
+        sizes = microbatch.sizes(int(rows[first_rank, _NUM_SAMPLES]), count)
         specs = [ArraySpec((size, *first.shape[1:]), first.dtype) for size in sizes]
     return StepInputs(inputs, targets, specs)
 
 
 def agree_on_orders(
-    comm: Communicator, schedule: Schedule, stage_ids: Sequence[int], *, num_microbatches: int
-) -> list[list[Action]]:
+    comm: Communicator, schedule: Schedule, stage_ids: Sequence[int], *, num_microbatches: int, trains: bool = True
+) -> list[list[Action]] | None:
     """Return the order of every rank, known to be the same on all of them. Collective.
 
     Args:
         stage_ids: of the stages that this rank holds.
+        trains: whether this rank could compute a loss; without one, forwards alone can run.
+    Returns:
+        None where no rank trains and the schedule does not allow these sizes.
     Raises:
         ValueError: the schedule does not allow these sizes, places other stages on a rank, or is not the same on all;
             the same message on every rank.
     """
-    orders: list[list[Action]] = []
+    orders: list[list[Action]] | None = None
 
     def prepare() -> Array:
         nonlocal orders
-        orders = schedule.orders(comm.size, num_microbatches)
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+        try:
+            orders = training_orders(schedule, comm.size, num_microbatches)
+        except ValueError:
+            if trains:
+                raise
         num_stages = schedule.num_stages(comm.size)
-        validate(orders, num_stages=num_stages, num_microbatches=num_microbatches, rank_of=schedule.rank_of)
         own = [stage for stage in range(num_stages) if schedule.rank_of(stage, comm.size) == comm.rank]
         if list(stage_ids) != own:
             raise ValueError(f"{schedule.name} places stages {own} on rank {comm.rank}, got {list(stage_ids)}")
@@ -139,8 +157,20 @@ def agree_on_orders(
     return orders
 
 
+def training_orders(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """Return the order of every rank, checked to be a training step.
+
+    Raises:
+        ValueError: the schedule does not allow these sizes, or is none.
+    """
+    orders = schedule.orders(num_ranks, num_microbatches)
+    num_stages = schedule.num_stages(num_ranks)
+    validate(orders, num_stages=num_stages, num_microbatches=num_microbatches, rank_of=schedule.rank_of)
+    return orders
+
+
 # The row that a rank tells the others: columns of integers.
-_HAS_X, _HAS_Y, _IS_LIST, _NUM_SAMPLES, _NUM_TARGETS, _X_SIZES, _Y_SIZES, _SCOPE, _SPEC = range(9)
+_HAS_X, _HAS_Y, _IS_LIST, _NUM_PARTS, _NUM_SAMPLES, _NUM_TARGETS, _X_SIZES, _Y_SIZES, _SCOPE, _SPEC = range(10)
 _NUM_COLUMNS = _SPEC + SPEC_COLUMNS
 _TIED_STATES = {None: 0, False: 1, True: 2}  # in a column for each tied parameter: not here, frozen, trained
 
@@ -150,7 +180,7 @@ def _row(inputs: list[Array] | None, targets: list[Array] | None, *, is_list: bo
     row = np.zeros(_NUM_COLUMNS, np.int64)
     row[_SCOPE] = 0 if scope is None else hash((scope.seed, scope.step, scope.first_sample))
     if inputs is not None:
-        row[[_HAS_X, _IS_LIST]] = 1, is_list
+        row[[_HAS_X, _IS_LIST, _NUM_PARTS]] = 1, is_list, len(inputs)
         row[_NUM_SAMPLES] = sum(len(part) for part in inputs)
         row[_X_SIZES] = hash(tuple(len(part) for part in inputs))
         row[_SPEC:] = ArraySpec.of(inputs[0]).encode()

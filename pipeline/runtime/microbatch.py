@@ -51,6 +51,11 @@ def as_microbatches(x: Array | Sequence[Array], num_microbatches: int, name: str
     return parts
 
 
+def num_parts(x: Array | Sequence[Array], at_most: int) -> int:
+    """Return how many micro-batches a batch makes where there need not be so many: as many as it has samples."""
+    return max(1, min(len(x) if isinstance(x, (list, tuple)) or _as_array(x).ndim else 1, at_most))
+
+
 def _as_array(x: Any) -> Array:
     return x if xp_of(x) is not np else np.asarray(x)
 

@@ -58,11 +58,30 @@ def events(timeline: Timeline, *, seconds: float = 1e-3) -> list[Row]:
     ]
 
 
+def replicas(timeline: Timeline) -> list[Timeline]:
+    """Take the ranks of dp x pp apart: one timeline a replica, in which rank p is that of its pipeline.
+
+    A pipeline has every stage once, so there are as many replicas as ranks that hold stage 0. The ranks of a pipeline
+    follow each other, as in a `Mesh`.
+
+    Raises:
+        ValueError: the ranks do not fall into pipelines of the same stages.
+    """
+    stages_of = [{action.stage for action, _, _ in row} for row in timeline.rows]
+    num_replicas = sum(0 in stages for stages in stages_of)
+    size = len(stages_of) // max(num_replicas, 1)
+    pipelines = [stages_of[start : start + size] for start in range(0, len(stages_of), max(size, 1))]
+    if num_replicas * size != len(stages_of) or any(pipeline != pipelines[0] for pipeline in pipelines):
+        shown = ", ".join(str(sorted(stages)) for stages in stages_of)
+        raise ValueError(f"the ranks of dp x pp are pipelines of the same stages, one after another; got {shown}")
+    return [Timeline(timeline.rows[k * size : (k + 1) * size]) for k in range(num_replicas)]
+
+
 def times(*timelines: Timeline) -> dict[str, list[float]]:
     """Return the median time of F, B and W of every stage, as arguments of `simulate`. BW counts half to each of B, W.
 
     Args:
-        timelines: of the same orders.
+        timelines: of the same orders; the ranks of several replicas are measurements of the same stages.
     """
     taken: dict[tuple[int, Kind], list[float]] = {}
     for row in (row for one in timelines for row in one.rows):
@@ -76,24 +95,28 @@ def times(*timelines: Timeline) -> dict[str, list[float]]:
 
 
 def predict(*measured: Timeline, orders: Sequence[Sequence[Action]] | None = None, latency: float = 0.0) -> Timeline:
-    """Simulate with the median times of the actions of measured timelines.
+    """Simulate with the median times of the actions of measured timelines, each replica by its own.
 
     Args:
-        measured: of the same orders.
-        orders: what to simulate, of the same stages; by default the measured ones.
+        measured: of the same orders, with the ranks of one pipeline or of all `replicas`.
+        orders: what each pipeline is to run, on the same stages; by default what was measured.
         latency: see `simulate`; in seconds.
+    Raises:
+        ValueError: as `replicas`, and `simulate`.
     """
-    if orders is None:
-        orders = [[action for action, _, _ in row] for row in measured[0].rows]
-    taken = times(*measured)
-    return simulate(
-        orders,
-        num_stages=len(taken["forward"]),
-        forward=taken["forward"],
-        backward_input=taken["backward_input"],
-        backward_weight=taken["backward_weight"],
-        latency=latency,
-    )
+    rows: list[list[Timed]] = []
+    for pipelines in zip(*map(replicas, measured), strict=True):
+        taken = times(*pipelines)
+        predicted = simulate(
+            orders or [[action for action, _, _ in row] for row in pipelines[0].rows],
+            num_stages=len(taken["forward"]),
+            forward=taken["forward"],
+            backward_input=taken["backward_input"],
+            backward_weight=taken["backward_weight"],
+            latency=latency,
+        )
+        rows += predicted.rows
+    return Timeline(rows)
 
 
 def compare(predicted: Timeline, measured: Timeline) -> str:

@@ -11,8 +11,9 @@ that nobody waits for, fills what would be a bubble. Several stages a rank: inte
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from pipeline.schedules.action import BW, Action, B, F, Kind, W
+from pipeline.schedules.action import BW, Action, B, F, Kind, Placement, W
 
 
 def forward_only(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
@@ -24,6 +25,40 @@ def forward_only(rank: int, num_ranks: int, num_microbatches: int) -> list[Actio
     Bubble: (P - 1) / M of the ideal time. Peak: nothing is kept for a backward.
     """
     return [F(rank, i) for i in range(num_microbatches)]
+
+
+def forwards_of(rank_of: Placement, num_ranks: int, num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """Order the forwards alone of every rank, for any placement of stages and any number of micro-batches.
+
+    In turn, each rank runs the furthest of its stages whose input is there: what entered first leaves first, so as
+    little as can be lies between stages. With two stages a rank, in a loop and in a V:
+
+        rank 0 |0F0|0F1|2F0|2F1|0F2|0F3|2F2|2F3|            rank 0 |0F0|0F1|0F2|3F0|0F3|3F1|   |3F2|   |3F3|
+        rank 1     |1F0|1F1|3F0|3F1|1F2|1F3|3F2|3F3|        rank 1     |1F0|2F0|1F1|2F1|1F2|2F2|1F3|2F3|
+    """
+    stages_of: list[list[int]] = [[] for _ in range(num_ranks)]
+    for stage in reversed(range(num_stages)):
+        stages_of[rank_of(stage, num_ranks)].append(stage)
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    done = [0] * num_stages  # micro-batches
+    while done[-1] < num_microbatches:
+        there = [num_microbatches, *done]  # as inputs of each stage
+        for order, stages in zip(orders, stages_of, strict=True):
+            furthest = next((stage for stage in stages if done[stage] < there[stage]), None)
+            if furthest is not None:
+                order.append(F(furthest, done[furthest]))
+                done[furthest] += 1
+    return orders
+
+
+def backwards_of(forwards: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """Order the full backwards of every rank: its forwards in a mirror, oldest micro-batch first again.
+
+    Args:
+        forwards: from `forwards_of`.
+    """
+    last = max((action.microbatch for order in forwards for action in order), default=0)
+    return [[BW(action.stage, last - action.microbatch) for action in reversed(order)] for order in forwards]
 
 
 def gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:

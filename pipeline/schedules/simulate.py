@@ -94,12 +94,13 @@ class Timeline:
 
     @property
     def peak_microbatches_per_stage(self) -> list[int]:
-        """The same for every stage alone."""
-        rows: dict[int, list[Timed]] = {}
+        """The same for every stage alone; of several ranks that hold it, as replicas do, the one with the most."""
+        peaks: dict[int, int] = {}
         for row in self.rows:
-            for timed in row:
-                rows.setdefault(timed.action.stage, []).append(timed)
-        return [round(_peak(rows[stage])) for stage in sorted(rows)]
+            for stage in {timed.action.stage for timed in row}:
+                peak = round(_peak([timed for timed in row if timed.action.stage == stage]))
+                peaks[stage] = max(peaks.get(stage, 0), peak)
+        return [peaks[stage] for stage in sorted(peaks)]
 
     def peak_memory(self, activations: float, deferred: float) -> list[float]:
         """Return the most that each rank holds at a time.

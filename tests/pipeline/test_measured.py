@@ -2,10 +2,14 @@
 
 import textwrap
 
+import numpy as np
 import pytest
+from toy_pipeline import dense
 
-from pipeline import SCHEDULES, Event, Timeline, draw, events, simulate
-from pipeline.schedules.measured import compare, predict, timeline, times
+import minigrad as mg
+from distributed import LocalWorld, Mesh
+from pipeline import SCHEDULES, Event, PipelineExecutor, PipelineStage, Timeline, draw, events, picture, simulate, svg
+from pipeline.schedules.measured import compare, predict, replicas, timeline, times
 
 ORDERS = SCHEDULES["zero_bubble_h1"].orders(2, 3)
 SIMULATED = simulate(ORDERS, num_stages=2, forward=[2, 1], backward_input=[2, 3], backward_weight=[1, 2])
@@ -66,6 +70,65 @@ def test_times_in_halves_predict_another_order():
     orders = SCHEDULES["1f1b"].orders(2, 3)
     expected = simulate(orders, num_stages=2, forward=[2, 1], backward_input=[2, 3], backward_weight=[1, 2])
     assert same(predict(SIMULATED, SIMULATED, orders=orders), expected)
+
+
+def of_replicas(schedule, num_ranks, paces, **delays):
+    """Simulate replicas of one pipeline that take so long for an action each, as one timeline of all their ranks."""
+    num_stages = schedule.num_stages(num_ranks)
+    orders = schedule.orders(num_ranks, 4)
+    timelines = [
+        simulate(orders, num_stages=num_stages, forward=pace, backward_input=pace, backward_weight=pace, **delays)
+        for pace in paces
+    ]
+    return Timeline([row for one in timelines for row in one.rows]), timelines
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_replica_is_predicted_from_its_own_times(name, num_ranks):
+    together, apart = of_replicas(SCHEDULES[name], num_ranks, [1, 3, 2])
+    assert replicas(together) == apart
+    assert same(predict(together), together)
+    delayed, _ = of_replicas(SCHEDULES[name], num_ranks, [1, 3, 2], latency=2)
+    assert same(predict(delayed), together), "latency is what a prediction leaves out"
+    assert together.peak_microbatches_per_stage == apart[0].peak_microbatches_per_stage
+
+
+def test_other_orders_are_predicted_for_every_replica():
+    together, _ = of_replicas(SCHEDULES["zero_bubble_h1"], 2, [1, 3])
+    expected, _ = of_replicas(SCHEDULES["gpipe"], 2, [1, 3])
+    assert same(predict(together, together, orders=SCHEDULES["gpipe"].orders(2, 4)), expected)
+
+
+def test_ranks_that_are_no_replicas_are_refused():
+    (first, second) = SIMULATED.rows
+    for rows, shown in (
+        ([first, first, second], r"\[0\], \[0\], \[1\]"),
+        ([first, first, second, second], r"\[0\], \[0\], \[1\], \[1\]"),
+        ([second], r"\[1\]"),
+    ):
+        with pytest.raises(ValueError, match=f"pipelines of the same stages, one after another; got {shown}"):
+            predict(Timeline(rows))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_recorded_step_of_dp_x_pp_is_predicted_and_drawn(name):
+    x, y = np.ones((16, 4)), np.ones((16, 4))
+
+    def program(comm):
+        mesh = Mesh(comm, dp=2, pp=2)
+        stages = PipelineStage.of([dense(f"fc{i}", 4, 4) for i in range(4)], mesh.pp, SCHEDULES[name])
+        pipe = PipelineExecutor(stages, mesh.pp, SCHEDULES[name], num_microbatches=4, loss_fn=mg.mse)
+        with pipe.recorder:
+            pipe.step(x, y)
+        return pipe.recorder.gather(comm)
+
+    measured = timeline(LocalWorld(4).run(program)[0])
+    predicted = predict(measured)
+    orders = SCHEDULES[name].orders(2, 4)
+    for shown in (measured, predicted):
+        assert [[action for action, _, _ in row] for row in shown.rows] == orders * 2
+        assert all(f"rank {rank}" in svg(picture(shown, "a step", scale=900 / shown.makespan)) for rank in range(4))
 
 
 def test_a_forward_only_pass_is_predicted_too():
