@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from minigrad.arguments import as_int
 from minigrad.backend import Array, xp_of
 from minigrad.backprop import backward
 from minigrad.tape import enable_grad
@@ -29,7 +30,8 @@ def value_and_grad(
     Raises:
         ValueError: the value is not a scalar.
     """
-    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    one = as_int(argnums)
+    wanted: tuple[int, ...] = tuple(argnums) if one is None else (one,)  # type: ignore[arg-type]
 
     @functools.wraps(function)
     def both(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
@@ -44,6 +46,6 @@ def value_and_grad(
             raise ValueError(f"value_and_grad needs a scalar value, got shape {value.shape}")
         leaves = [inputs[i] for i in wanted]
         grads = tuple(xp_of(leaf.data).zeros_like(leaf.data) if leaf.grad is None else leaf.grad for leaf in leaves)
-        return value.data, grads[0] if isinstance(argnums, int) else grads
+        return value.data, grads if one is None else grads[0]
 
     return both

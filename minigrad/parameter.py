@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from minigrad.arguments import as_array
 from minigrad.backend import Array, xp_of
 from minigrad.tensor import Tensor
 
@@ -51,8 +52,7 @@ class Parameter(Tensor):
     __slots__ = ("_master", "flat", "hold", "name", "start")
 
     def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
-        array = data if xp_of(data) is not np else np.asarray(data)
-        super().__init__(array.copy(order="C"), requires_grad=requires_grad)
+        super().__init__(as_array(data).copy(order="C"), requires_grad=requires_grad)
         self.name = name
         self.weight_side = True  # frozen or not: what depends on parameters alone is weight work
         self.flat: FlatBuffer | None = None
@@ -67,10 +67,7 @@ class Parameter(Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        value = value if hasattr(value, "shape") else np.asarray(value)
-        if value.shape != self.shape:
-            raise ValueError(f"{self.label}.data has shape {self.shape}, got {value.shape}")
-        self.data[...] = value
+        self.data[...] = self.fitting("data", value)
         self.note_change()
 
     @property
@@ -124,7 +121,7 @@ class Parameter(Tensor):
         check_usable([self], "a copy of")
         attributes, slots = super().__getstate__()
         # A copy has no owner, and so no copy for ops to see: it is float32.
-        return attributes, slots | {"flat": None, "start": 0, "hold": None, "_data": self.data, "_master": None}
+        return attributes, slots | {"flat": None, "start": 0, "hold": None, "_data": self.data.copy(), "_master": None}
 
     def note_change(self, by: str = "") -> None:
         """Note that the values were changed in place, and let the copy that ops see follow."""

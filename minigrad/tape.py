@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from minigrad.arguments import as_array
 from minigrad.backend import Array, xp_of
 from minigrad.tensor import Tensor, made_by
 from minigrad.versions import Version, tick
@@ -205,13 +206,16 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                 side = x.weight_side
             elif isinstance(x, (int, float, np.generic)):
                 # A NumPy scalar would widen the result: float32 times float64 is float64. A number is neutral.
-                arrays.append(x.item() if isinstance(x, np.generic) else x)
+                arrays.append(as_array(x).item() if isinstance(x, np.generic) else x)
                 continue
             else:
-                arrays.append(x if hasattr(x, "dtype") else np.asarray(x))
+                arrays.append(as_array(x))
                 side = False
             if side is not None and weight_side is not False:
                 weight_side = side
+        for option in kwargs.values():
+            if isinstance(option, (complex, np.complexfloating)):
+                as_array(option)  # raises
         seen = None
         if hook is None:
             y, vjps = function(*arrays, **kwargs)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minigrad.arguments import as_array
 from minigrad.backend import Array, xp_of
 from minigrad.versions import Version
 
@@ -32,7 +33,7 @@ class Tensor:
     def __init__(self, data: Any, *, requires_grad: bool = False) -> None:
         if isinstance(data, Tensor):
             raise TypeError("Tensor(tensor): the data must be an array; use tensor.detach() to leave the tape")
-        array = data if xp_of(data) is not np else np.asarray(data)
+        array = as_array(data)
         if requires_grad and array.dtype.kind in "iub":
             raise TypeError(f"only floating point tensors can require grad, got dtype {array.dtype}")
         self._data: Array = array
@@ -48,15 +49,12 @@ class Tensor:
 
     @property
     def data(self) -> Array:
-        """The values. Assigning copies in: shape must match, the dtype is kept."""
+        """The values. Assigning copies in: shape must match, the dtype is kept. Values may be rounded, not cut."""
         return self._data
 
     @data.setter
     def data(self, value: Any) -> None:
-        value = value if hasattr(value, "shape") else np.asarray(value)
-        if value.shape != self._data.shape:
-            raise ValueError(f"{self.label}.data has shape {self._data.shape}, got {value.shape}")
-        self._data[...] = value
+        self._data[...] = self.fitting("data", value)
         self.note_change()
 
     @property
@@ -87,11 +85,25 @@ class Tensor:
         if value is None:
             self._fresh = True
             return
-        value = value if hasattr(value, "shape") else np.asarray(value)
-        if value.shape != self._data.shape:
-            raise ValueError(f"{self.label}.grad has shape {self._data.shape}, got {value.shape}")
+        value = self.fitting("grad", value)
         self._fresh = True
         self.accumulate_grad(value)
+
+    def fitting(self, attribute: str, value: Any) -> Array:
+        """Return a value that is to be copied into this tensor as an array.
+
+        Raises:
+            ValueError: its shape is another one.
+            TypeError: its dtype is none that a tensor can have, or this tensor's integers cannot hold it.
+        """
+        array = as_array(value)
+        if array.shape != self.shape:
+            raise ValueError(f"{self.label}.{attribute} has shape {self.shape}, got {array.shape}")
+        if self.dtype.kind in "iub" and array.dtype != self.dtype:
+            whole = array.dtype.kind in "iub"
+            if not whole or not bool((array.astype(self.dtype) == array).all()):
+                raise TypeError(f"{self.label}.{attribute} is of {self.dtype}, which cannot hold these {array.dtype}")
+        return array
 
     def accumulate_grad(self, g: Array) -> None:
         """Add one contribution to the gradient; the first one after a reset overwrites."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from minigrad.backend import xp_of
+from minigrad.arguments import as_array
 from minigrad.tensor import Tensor
 
 
@@ -17,14 +15,14 @@ class Buffer(Tensor):
     to the split of a backward in two halves it is what a number is: `weight_side` is None.
 
     Args:
-        data: array of any dtype; copied, so that nobody else holds the memory.
+        data: array of numbers or booleans; copied, so that nobody else holds the memory.
         name: unique within a model, parameters included.
     """
 
     __slots__ = ("name",)
 
     def __init__(self, data: Any, name: str) -> None:
-        super().__init__((data if xp_of(data) is not np else np.asarray(data)).copy(order="C"))
+        super().__init__(as_array(data).copy(order="C"))
         self.weight_side = None
         self.name = name
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.arguments import as_array, as_dtype
 from minigrad.backend import Array, place
 from minigrad.parameter import Parameter
 from minigrad.rng import named_generator
@@ -64,8 +65,8 @@ class ParamGetter:
         """
         full = self.prefix + name
         if full not in self.made:
-            values = init(named_generator("init", self.seed, full), shape)
-            self.made[full] = Parameter(place(values.astype(self.dtype), self.device), full)
+            values = as_array(init(named_generator("init", self.seed, full), shape))
+            self.made[full] = Parameter(place(values.astype(as_dtype(self.dtype)), self.device), full)
         parameter = self.made[full]
         if parameter.shape != tuple(shape):
             raise ValueError(f"parameter {full!r} has shape {parameter.shape}, but {tuple(shape)} was asked for")

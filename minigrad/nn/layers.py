@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from minigrad import rng
+from minigrad.arguments import as_int
 from minigrad.backend import Array, xp_of
 from minigrad.nn.init import ParamGetter, normal, ones, zeros
 from minigrad.nn.key_value_cache import KeyValueCache
@@ -16,6 +17,7 @@ from minigrad.ops import (
     embedding,
     layer_norm,
     linear,
+    matmul,
     rms_norm,
     scaled_dot_product_attention,
 )
@@ -27,15 +29,18 @@ class Linear(Module):
 
     Args:
         std: of the initial weights; 1 / sqrt(num_in) by default, which keeps the variance.
+        bias: whether something is added to the product.
     """
 
-    def __init__(self, param: ParamGetter, num_in: int, num_out: int, *, std: float | None = None) -> None:
+    def __init__(
+        self, param: ParamGetter, num_in: int, num_out: int, *, std: float | None = None, bias: bool = True
+    ) -> None:
         std = 1 / math.sqrt(num_in) if std is None else std
         self.weight = param("weight", (num_in, num_out), normal(std))
-        self.bias = param("bias", (num_out,), zeros)
+        self.bias = param("bias", (num_out,), zeros) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return matmul(x, self.weight) if self.bias is None else linear(x, self.weight, self.bias)
 
 
 class LayerNorm(Module):
@@ -78,7 +83,8 @@ class Conv2d(Module):
         padding: int | tuple[int, int] = 0,
         std: float | None = None,
     ) -> None:
-        height, width = (size, size) if isinstance(size, int) else size
+        one = as_int(size)
+        height, width = size if one is None else (one, one)  # type: ignore[misc]
         std = 1 / math.sqrt(num_in * height * width) if std is None else std
         self.stride, self.padding = stride, padding
         self.weight = param("weight", (num_out, num_in, height, width), normal(std))

@@ -110,6 +110,7 @@ class Module:
 
         Raises:
             ValueError: names are missing or unexpected, or a shape differs: lists all that is wrong.
+            TypeError: a dtype does not fit.
         """
         tensors = _by_name(self._tensors())
         wrong = [
@@ -120,8 +121,9 @@ class Module:
         missing, unexpected = sorted(tensors.keys() - values.keys()), sorted(values.keys() - tensors.keys())
         if wrong or missing or unexpected:
             raise ValueError(f"load_state_dict: missing {missing}, unexpected {unexpected}, wrong shape {wrong}")
+        arrays = {name: tensor.fitting("data", values[name]) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            tensor.data = values[name]
+            tensor.data = arrays[name]
 
     def summary(self) -> str:
         """Return a table for a person: path and class of each module, how many parameters it has itself, and shapes."""

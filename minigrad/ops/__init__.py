@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from minigrad.arguments import as_int
 from minigrad.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softplus
 from minigrad.ops.attention import causal_attention, scaled_dot_product_attention
 from minigrad.ops.conv import avg_pool2d, conv2d, max_pool2d
@@ -122,7 +123,7 @@ __all__ = [
 
 def _one_or_many(numbers: tuple[Any, ...]) -> Any:
     """Let a method take `(2, 3)` and `((2, 3))` alike, as NumPy's do."""
-    return numbers[0] if len(numbers) == 1 and not isinstance(numbers[0], int) else numbers
+    return numbers[0] if len(numbers) == 1 and as_int(numbers[0]) is None else numbers
 
 
 def _plain(x: Any) -> Any:

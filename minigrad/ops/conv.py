@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from minigrad.arguments import as_int
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import half_in_float32
 from minigrad.tape import Vjp, op
@@ -122,7 +123,8 @@ def _pair(name: str, value: int | Pair, smallest: int) -> Pair:
     Raises:
         ValueError: below the smallest that makes sense.
     """
-    down, right = (value, value) if isinstance(value, int) else value
+    one = as_int(value)
+    down, right = value if one is None else (one, one)  # type: ignore[misc]
     if min(down, right) < smallest:
         raise ValueError(f"{name} must be at least {smallest}, got {value}")
     return down, right

@@ -160,9 +160,7 @@ def tanh(x: Array) -> tuple[Array, tuple[Vjp]]:
 @op
 def astype(x: Array, *, dtype: Any) -> tuple[Array, tuple[Vjp]]:
     """Convert to another floating point dtype. d/dx = 1, in x's dtype."""
-    if np.dtype(dtype).kind in "iub":
-        raise TypeError(
-            f"astype keeps a tensor differentiable: the dtype must be floating point, got {np.dtype(dtype)}"
-        )
-    before = x.dtype
-    return x.astype(dtype), (lambda g: g.astype(before),)
+    before, after = x.dtype, np.dtype(dtype).newbyteorder("=")
+    if after.kind not in "fV":
+        raise TypeError(f"astype keeps a tensor differentiable: the dtype must be floating point, got {after}")
+    return x.astype(after), (lambda g: g.astype(before),)

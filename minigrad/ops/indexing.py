@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.arguments import as_int
 from minigrad.backend import Array, is_half, scatter_add_rows, xp_of
 from minigrad.ops.operands import axes_of
 from minigrad.tape import Vjp, op
@@ -29,7 +30,7 @@ def getitem(x: Array, *, index: Any) -> tuple[Array, tuple[Vjp]]:
         dx = xp.zeros(shape, np.float32 if is_half(dtype) else dtype)  # thousands may add up in one place
         g = g.astype(dx.dtype, copy=False)
         if of_rows:
-            scatter_add_rows(dx, index.ravel() % shape[0], g.reshape(index.size, *shape[1:]))
+            scatter_add_rows(dx, index.ravel().astype(np.intp) % shape[0], g.reshape(index.size, *shape[1:]))
         else:
             xp.add.at(dx, index, g)
         return dx.astype(dtype, copy=False)
@@ -53,8 +54,9 @@ def split(x: Tensor, parts: int | Sequence[int], *, axis: int = 0) -> list[Tenso
     """
     (axis,) = axes_of("split", x.data, axis)
     n = x.shape[axis]
-    lengths = [n // parts] * parts if isinstance(parts, int) and parts > 0 else parts
-    if isinstance(lengths, int) or sum(lengths) != n or any(k < 0 for k in lengths):
+    count = as_int(parts)
+    lengths = list(parts) if count is None else [n // count] * count if count > 0 else []  # type: ignore[arg-type]
+    if not lengths or sum(lengths) != n or any(k < 0 for k in lengths):
         raise ValueError(f"split: the parts of an axis of {n} must be equal, or lengths that add up to it, got {parts}")
     before = (slice(None),) * axis
     return [

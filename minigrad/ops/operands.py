@@ -7,11 +7,13 @@ takes its dtype, where NumPy would widen float32 to float64, and half precision 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from minigrad.arguments import as_int
 from minigrad.backend import Array, is_half, xp_of
 from minigrad.kernels import kernels_of
 from minigrad.tape import Vjp
@@ -151,7 +153,8 @@ def axes_of(name: str, x: Array, axis: int | Sequence[int] | None) -> tuple[int,
     """
     if axis is None:
         return tuple(range(x.ndim))
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    one = as_int(axis)
+    given = tuple([operator.index(i) for i in axis]) if one is None else (one,)  # type: ignore[union-attr]
     axes = tuple([i + x.ndim if i < 0 else i for i in given])
     if not all(0 <= i < x.ndim for i in axes) or len(set(axes)) < len(axes):
         raise ValueError(f"{name}: axes must be distinct and exist, got {axis} for shape {x.shape}")

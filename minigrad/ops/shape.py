@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from minigrad.arguments import as_int
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import axes_of, in_floating_dtype, unbroadcast
 from minigrad.tape import Vjp, op
@@ -142,7 +143,8 @@ def pad(x: Array, *, widths: int | Sequence[Sequence[int]], value: float = 0.0) 
     Raises:
         ValueError: there is not one pair for each axis, or a width is negative.
     """
-    pairs = [(widths, widths)] * x.ndim if isinstance(widths, int) else [tuple(pair) for pair in widths]
+    one = as_int(widths)
+    pairs = [tuple(pair) for pair in widths] if one is None else [(one, one)] * x.ndim  # type: ignore[union-attr]
     if len(pairs) != x.ndim or any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
         raise ValueError(f"pad: widths must be a pair >= 0 for each axis, got {widths} for shape {x.shape}")
     inside = tuple(slice(before, before + n) for (before, _), n in zip(pairs, x.shape, strict=True))

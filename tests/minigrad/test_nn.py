@@ -44,6 +44,18 @@ def test_linear(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(layer(mg.Tensor(x)).data, expected, rtol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3)])
+def test_linear_without_a_bias(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(param(), 3, 2, bias=False)
+    assert layer.bias is None
+    assert list(layer.named_parameters()) == ["weight"]
+    x = np.random.default_rng(0).standard_normal(shape)
+    y = layer(mg.Tensor(x))
+    np.testing.assert_allclose(y.data, x @ layer.weight.data, rtol=1e-12)
+    mg.backward(y.sum())
+    np.testing.assert_allclose(layer.weight.grad, np.outer(x.reshape(-1, 3).sum(axis=0), [1, 1]), rtol=1e-12)
+
+
 def test_layer_norm() -> None:
     layer = nn.LayerNorm(param(), 5)
     randomize(layer)

@@ -1,0 +1,213 @@
+"""What users hand in: NumPy's integers as numbers, dtypes that are taken, turned round or refused, at every door."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from minigrad import nn
+
+X = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
+IMAGES = np.random.default_rng(1).standard_normal((1, 1, 4, 4))
+KERNEL, BIAS = np.ones((2, 1, 2, 2)), np.zeros(2)
+INTEGERS = [np.int64, np.int8, np.uint16, np.array]
+
+
+# -- one or several -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("integer", INTEGERS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda i: mg.sum(X, axis=i(1)),
+        lambda i: mg.sum(X, axis=(i(1), i(2))),
+        lambda i: mg.mean(X, axis=i(1)),
+        lambda i: mg.max(X, axis=i(1)),
+        lambda i: mg.logsumexp(X, axis=i(1)),
+        lambda i: mg.var(X, axis=i(1)),
+        lambda i: mg.prod(X, axis=i(1)),
+        lambda i: mg.norm(X, axis=i(1)),
+        lambda i: mg.softmax(X, axis=i(1)),
+        lambda i: mg.cumsum(X, axis=i(1)),
+        lambda i: mg.concatenate(X, X, axis=i(1)),
+        lambda i: mg.stack(X, X, axis=i(1)),
+        lambda i: mg.squeeze(X[:, :1], axis=i(1)),
+        lambda i: mg.expand_dims(X, axis=i(1)),
+        lambda i: mg.flip(X, axis=i(1)),
+        lambda i: mg.moveaxis(X, source=i(0), destination=i(2)),
+        lambda i: mg.swapaxes(X, axis1=i(0), axis2=i(2)),
+        lambda i: mg.transpose(X, axes=(i(1), i(0), i(3), i(2))),
+        lambda i: mg.Tensor(X).transpose(i(1), i(0), i(3), i(2)),
+        lambda i: mg.reshape(X, shape=i(96)),
+        lambda i: mg.Tensor(X).reshape(i(96)),
+        lambda i: mg.Tensor(X).reshape(i(6), i(16)),
+        lambda i: mg.broadcast_to(X[:1], shape=(i(2), 3, 4, 4)),
+        lambda i: mg.pad(X, widths=i(2)),
+        lambda i: mg.Tensor(X).split(i(2), axis=i(2))[1],
+        lambda i: mg.Tensor(X).split([i(1), i(3)], axis=i(2))[1],
+        lambda i: mg.getitem(X, index=i(1)),
+        lambda i: mg.conv2d(IMAGES, KERNEL, BIAS, stride=i(2), padding=i(1)),
+        lambda i: mg.conv2d(IMAGES, KERNEL, BIAS, stride=(i(2), i(1))),
+        lambda i: mg.max_pool2d(IMAGES, size=i(2), stride=i(2)),
+        lambda i: mg.avg_pool2d(IMAGES, size=i(2)),
+        lambda i: nn.Conv2d(nn.ParamGetter(dtype=np.float64), 1, 2, i(2), padding=i(1))(IMAGES),
+    ],
+)
+def test_an_integer_of_numpy_is_a_number(call: Callable[[Any], mg.Tensor], integer: Any) -> None:
+    # "Is it one or several" was asked by isinstance(x, int), which an np.int64 is not. jax#5402
+    np.testing.assert_array_equal(call(integer).data, call(int).data)
+
+
+@pytest.mark.parametrize("integer", INTEGERS)
+def test_value_and_grad_takes_integers_of_numpy(integer: Any) -> None:
+    value, grad = mg.value_and_grad(lambda a, b: mg.sum(a * b), argnums=integer(1))(np.ones(2), np.ones(2))
+    assert value == 2
+    np.testing.assert_array_equal(grad, [1, 1])
+
+
+@pytest.mark.parametrize("wrong", [1.5, "1", None])
+def test_what_is_neither_one_nor_several_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        mg.Tensor(X).split(wrong)
+    if wrong is not None:
+        with pytest.raises(TypeError):
+            mg.sum(X, axis=wrong)
+
+
+# -- narrow indices -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", [100, 128, 256, 300, 40_000, 70_000])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.uint64])
+def test_an_index_of_a_narrow_type_selects_from_a_long_axis(dtype: Any, num_rows: int) -> None:
+    # Positions were counted in the index's own dtype, in which the length of the axis did not fit. jax#16836
+    x = mg.Tensor(np.zeros(num_rows), requires_grad=True)
+    index = np.array([0, 5, 100 % num_rows, 5, num_rows - 1 if np.iinfo(dtype).max >= num_rows else 7], dtype)
+    weights = np.arange(1.0, 6.0)
+    mg.backward((x[index] * weights).sum())
+    right = np.zeros(num_rows)
+    np.add.at(right, index, weights)
+    np.testing.assert_array_equal(x.grad, right)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16])
+def test_a_negative_index_of_a_narrow_type_counts_from_the_end(dtype: Any) -> None:
+    x = mg.Tensor(np.zeros((300, 2)), requires_grad=True)
+    mg.backward(x[np.array([-1, 1, -1], dtype)].sum())
+    np.testing.assert_array_equal(np.flatnonzero(x.grad[:, 0]), [1, 299])
+    np.testing.assert_array_equal(x.grad[299], [2, 2])
+
+
+# -- dtypes -------------------------------------------------------------------------------
+
+DOORS: dict[str, Callable[[Any], Any]] = {
+    "Tensor": mg.Tensor,
+    "Tensor that requires grad": lambda a: mg.Tensor(a, requires_grad=True),
+    "Parameter": lambda a: mg.Parameter(a, "w"),
+    "Buffer": lambda a: nn.Buffer(a, "b"),
+    "op": lambda a: mg.add(mg.Tensor(np.ones(2)), a),
+    "op, from the left": lambda a: a + mg.Tensor(np.ones(2)) if isinstance(a, np.ndarray) else mg.add(a, np.ones(2)),
+    "op on arrays alone": mg.sum,
+    "data": lambda a: setattr(mg.Parameter(np.ones(2), "w"), "data", a),
+    "grad": lambda a: setattr(mg.Parameter(np.ones(2), "w"), "grad", a),
+    "load_state_dict": lambda a: nn.Linear(nn.ParamGetter(), 2, 1, bias=False).load_state_dict({"weight": a}),
+    "init": lambda a: nn.ParamGetter()("w", (2,), lambda generator, shape: a),
+    "value_and_grad": lambda a: mg.value_and_grad(mg.sum)(a),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128, np.longdouble, "U3", "datetime64[s]", object])
+def test_what_nobody_computes_with_or_keeps_is_refused_at_every_door(door: str, dtype: Any) -> None:
+    # Formulas for real numbers were used for complex ones: norm([1, i]) = 0, a negative variance. A buffer of text was
+    # kept until the first checkpoint failed. autograd#705, Zygote.jl#833, safetensors#75
+    values = np.array([[1], [2]] if door == "load_state_dict" else [1, 2]).astype(dtype)
+    with pytest.raises(
+        TypeError, match=rf"^arrays must be of booleans, integers, or real .* got dtype {re.escape(values.dtype.name)}"
+    ):
+        DOORS[door](values)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: mg.Tensor([1, 1j]),
+        lambda: mg.Tensor(np.ones(2)) * 1j,
+        lambda: 1j * mg.Tensor(np.ones(2)),
+        lambda: mg.Tensor(np.ones(2)) ** (1 + 1j),
+        lambda: mg.where(np.array([True, False]), mg.Tensor(np.ones(2)), 1j),
+        lambda: mg.maximum(mg.Tensor(np.ones(2)), np.complex64(1j)),
+        lambda: mg.astype(mg.Tensor(np.ones(2)), dtype=complex),
+        lambda: nn.ParamGetter(dtype=complex)("w", (2,), nn.zeros),
+        lambda: mg.pad(mg.Tensor(np.ones(2)), widths=1, value=1j),
+        lambda: mg.clip(mg.Tensor(np.ones(2)), low=1j),
+        lambda: mg.leaky_relu(mg.Tensor(np.ones(2)), slope=1j),
+        lambda: mg.backward_with_grad(mg.Tensor(np.ones(2), requires_grad=True) * 2, np.ones(2, complex)),
+    ],
+)
+def test_a_complex_number_is_refused_wherever_it_comes_in(call: Callable[[], Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match="complex"):
+        call()
+
+
+@pytest.mark.parametrize("make", [mg.Tensor, lambda a: mg.Parameter(a, "w"), lambda a: nn.Buffer(a, "b"), mg.abs])
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8", "<f4"])
+def test_the_other_byte_order_is_turned_round(make: Callable[[Any], mg.Tensor], dtype: str) -> None:
+    # What a file in the other byte order gave was kept as it was: saved, and then not to be loaded. safetensors#75
+    tensor = make(np.array([3, 4], dtype))
+    assert tensor.dtype == np.dtype(dtype).newbyteorder("=")
+    assert tensor.dtype.isnative
+    np.testing.assert_array_equal(tensor.data, [3, 4])
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">i4", ">u8", "<i8", np.uint8])
+def test_integers_and_booleans_are_taken(dtype: Any) -> None:
+    for tensor in (nn.Buffer(np.array([0, 1], dtype), "b"), mg.Tensor(np.array([0, 1], dtype))):
+        assert tensor.dtype.isnative
+        np.testing.assert_array_equal(tensor.data, [0, 1])
+    np.testing.assert_array_equal(mg.embedding(np.eye(2), np.array([1, 0], dtype)).data, np.eye(2)[[1, 0]])
+
+
+def test_memory_in_this_machines_order_is_not_copied() -> None:
+    array = np.ones(2)
+    assert mg.Tensor(array).data is array
+
+
+# -- values that are copied in ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [(np.int64, [0.5, 1]), (np.uint8, [1, 300]), (np.uint8, [-1, 1]), (np.int8, [1, 128]), (bool, [2, 1])],
+)
+def test_integers_are_not_cut_when_they_are_assigned(dtype: Any, values: Any) -> None:
+    buffer = nn.Buffer(np.zeros(2, dtype), "count")
+    with pytest.raises(
+        TypeError, match=rf"^'count'\.data is of {np.dtype(dtype)}, which cannot hold these (int|float)64$"
+    ):
+        buffer.data = values
+    np.testing.assert_array_equal(buffer.data, [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"), [(np.uint8, [1, 255]), (bool, [0, 1]), (np.float32, [1, 2]), (np.float16, [0.1, 2])]
+)
+def test_what_fits_or_can_be_rounded_is_assigned(dtype: Any, values: Any) -> None:
+    buffer = nn.Buffer(np.zeros(2, dtype), "b")
+    buffer.data = values
+    np.testing.assert_array_equal(buffer.data, np.asarray(values).astype(dtype))
+
+
+def test_a_load_that_fails_on_the_last_value_changes_none() -> None:
+    model = nn.Linear(nn.ParamGetter(), 2, 1)
+    before = model.state_dict()
+    with pytest.raises(TypeError, match="got dtype complex128"):
+        model.load_state_dict({"weight": np.zeros((2, 1)), "bias": np.zeros(1, complex)})
+    for name, values in model.state_dict().items():
+        np.testing.assert_array_equal(values, before[name])
