@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from distributed.comm.failure import Heal
 from distributed.comm.reduction import ReduceOp, check_reducible
 from distributed.comm.transfer import carry, carry_rows, check_array
 from distributed.comm.work import Array, Work
@@ -291,6 +292,27 @@ class Communicator(ABC):
             yield
         finally:
             self._wait_contexts.pop()
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process took the place of a rank that died, and has none of the run's state."""
+        return False
+
+    def vote(self, yes: bool) -> bool:
+        """Return whether all ranks live and all of them say yes: the same on every rank, whoever dies meanwhile.
+
+        Collective, blocking; of a world that survives failures, see `failure.py`. In any other a death ends the job, so
+        nothing is asked.
+        """
+        return yes
+
+    def heal(self, how: Heal) -> Communicator:
+        """Return the world that comes after this one, which has lost ranks. Collective over those that live.
+
+        Raises:
+            RuntimeError: this is no world that survives failures.
+        """
+        raise RuntimeError(f"only a world that survives failures can heal, this one is of {self.library}")
 
     @abstractmethod
     def abort(self, message: str) -> NoReturn:

@@ -13,13 +13,14 @@ import itertools
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from distributed.comm.calls import Call, call_site, describe_mismatch
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
+from distributed.comm.failure import Heal, RankFailure
 from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
 from distributed.comm.transfer import as_bytes, unpack
 from distributed.comm.wait_clock import WaitClock
@@ -36,6 +37,8 @@ class LocalWorld:
         synchronous_sends: a send completes only once its receive is posted, like MPI's Ssend; else at once.
         timeout_seconds: longest single wait before TimeoutError tells what each rank waits for.
         max_message_elements: see `Communicator`.
+        survive: a rank that raises `Killed` is dead to the others, who go on: see `failure.py`.
+        deaths: rank -> the number of its call of a communicator, from 0, in which it dies; for tests.
     Raises:
         ValueError: size < 1.
     """
@@ -47,6 +50,8 @@ class LocalWorld:
         synchronous_sends: bool = False,
         timeout_seconds: float = 60.0,
         max_message_elements: int = MAX_MESSAGE_ELEMENTS,
+        survive: bool = False,
+        deaths: Mapping[int, int] | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"a LocalWorld needs at least 1 rank, got {size}")
@@ -54,6 +59,8 @@ class LocalWorld:
         self.synchronous_sends = synchronous_sends
         self.timeout_seconds = timeout_seconds
         self.max_message_elements = max_message_elements
+        self.survive = survive
+        self.deaths = dict(deaths or {})
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """Call program(comm, *args) on every rank and return the results by rank.
@@ -63,26 +70,34 @@ class LocalWorld:
         Raises:
             BaseException: what any rank raised first, with a note of the rank; ranks that wait for others end silently.
         """
-        job = _Job(self.size, self.synchronous_sends, self.timeout_seconds)
-        space = _Space(job, range(self.size))
         results: list[Any] = [None] * self.size
+        caller = contextvars.copy_context()
 
-        def run_rank(rank: int) -> None:
+        def start(comm: LocalCommunicator, rank: int) -> None:
+            context = caller.copy()
+            thread = threading.Thread(target=context.run, args=(run_rank, comm, rank), name=f"rank {rank}", daemon=True)
+            thread.start()
+
+        def run_rank(comm: LocalCommunicator, rank: int) -> None:
             try:
-                comm = LocalCommunicator(space, rank, max_message_elements=self.max_message_elements)
                 results[rank] = program(comm, *args)
             except _Ended:
                 pass
+            except Killed as error:
+                if not self.survive:
+                    job.fail(error)
+                job.die(rank)
+                return  # a newcomer may be in its place already
             except BaseException as error:
                 error.add_note(f"[rank {rank}]")
                 job.fail(error)
-            finally:
-                job.end(rank)
+            job.end(rank)
 
+        job = _Job(self.size, self.synchronous_sends, self.timeout_seconds, start, self.deaths)
+        space = _Space(job, _Family(job, range(self.size)), range(self.size))
         try:
             for rank in range(self.size):
-                context = contextvars.copy_context()
-                threading.Thread(target=context.run, args=(run_rank, rank), name=f"rank {rank}", daemon=True).start()
+                start(LocalCommunicator(space, rank, max_message_elements=self.max_message_elements), rank)
             job.join()
         except BaseException as error:  # Ctrl-C too takes the ranks down
             job.fail(error)
@@ -94,13 +109,27 @@ class _Ended(BaseException):
     """Unwinds a rank after another one failed; never leaves LocalWorld.run."""
 
 
+class Killed(BaseException):
+    """Raised in a rank's program it plays a SIGKILL: in a world that survives failures that rank is dead."""
+
+
 class _Job:
     """One run of a world: its lock, its first failure, and who waits for what."""
 
-    def __init__(self, size: int, synchronous_sends: bool, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        synchronous_sends: bool,
+        timeout_seconds: float,
+        start: Callable[[LocalCommunicator, int], None],
+        deaths: dict[int, int],
+    ) -> None:
         self.size = size
         self.synchronous_sends = synchronous_sends
         self.timeout_seconds = timeout_seconds
+        self.start = start
+        self._calls_to_live = deaths
+        self._families: list[_Family] = []
         self.wait_clocks = [WaitClock() for _ in range(size)]  # by world rank
         self.changed = threading.Condition()  # guards this job and all its spaces
         self._failure: BaseException | None = None
@@ -118,6 +147,31 @@ class _Job:
         with self.changed:
             self._ended.add(rank)
             self.changed.notify_all()
+
+    def add(self, family: _Family) -> None:
+        self._families.append(family)
+
+    def count_call(self, rank: int) -> None:
+        """Let a rank die in the call in which it is to."""
+        if rank in self._calls_to_live:
+            if self._calls_to_live[rank] == 0:
+                del self._calls_to_live[rank]
+                raise Killed
+            self._calls_to_live[rank] -= 1
+
+    def die(self, rank: int) -> None:
+        """Let the others know that a rank is dead."""
+        with self.changed:
+            for family in self._families:
+                if rank in family.members:
+                    family.dead.add(rank)
+            self._ended.add(rank)
+            self.changed.notify_all()
+
+    def revive(self, comm: LocalCommunicator, rank: int) -> None:
+        """Start a newcomer in a dead rank's place."""
+        self._ended.discard(rank)
+        self.start(comm, rank)
 
     def join(self) -> None:
         """Block until every rank has ended or one has failed, and raise that failure."""
@@ -176,12 +230,69 @@ class _Message:
         self.met = False
 
 
+class _Family:
+    """A world and all that was split off it: who is dead, how those who live vote, and what comes after it."""
+
+    def __init__(self, job: _Job, members: Sequence[int]) -> None:
+        self.members = members
+        self.dead: set[int] = set()
+        self._job = job
+        self._votes: list[dict[int, bool]] = []
+        self._outcomes: dict[int, bool] = {}
+        self._healing: set[int] = set()
+        self._next: _Space | None = None
+        job.add(self)
+
+    def check(self) -> None:
+        if self.dead:
+            raise RankFailure(self.members.index(rank) for rank in self.dead)
+
+    def vote(self, number: int, rank: int, yes: bool) -> bool:
+        with self._job.changed:
+            if number == len(self._votes):
+                self._votes.append({})
+            votes = self._votes[number]
+            votes[rank] = yes
+            self._job.changed.notify_all()
+
+        def complete() -> bool:
+            if number not in self._outcomes and votes.keys() >= set(self.members) - self.dead:
+                self._outcomes[number] = all(votes.values()) and not self.dead
+            self._job.check()
+            return number in self._outcomes
+
+        self._job.wait_until(complete, rank, lambda: f"vote #{number}")
+        return self._outcomes[number]
+
+    def heal(self, how: Heal, rank: int, max_message_elements: int) -> _Space:
+        with self._job.changed:
+            self._healing.add(rank)
+            self._job.changed.notify_all()
+
+        def complete() -> bool:
+            if self._next is None and self._healing >= set(self.members) - self.dead:
+                members = self.members if how is Heal.REPLACE else [r for r in self.members if r not in self.dead]
+                self._next = _Space(self._job, _Family(self._job, members), members)
+                for dead in self.dead & set(members):
+                    comm = LocalCommunicator(
+                        self._next, members.index(dead), max_message_elements=max_message_elements, is_newcomer=True
+                    )
+                    self._job.revive(comm, dead)
+            self._job.check()
+            return self._next is not None
+
+        self._job.wait_until(complete, rank, lambda: "the others, to heal the world")
+        assert self._next is not None
+        return self._next
+
+
 class _Space:
     """What the ranks of one communicator share: what is under way, keyed by number."""
 
-    def __init__(self, job: _Job, members: Sequence[int]) -> None:
+    def __init__(self, job: _Job, family: _Family, members: Sequence[int]) -> None:
         self.job = job
-        self.members = members  # world ranks
+        self.family = family
+        self.members = members  # ranks of the first world
         self.collectives: dict[int, _Collective] = {}
         self.messages: dict[tuple[int, int, int, int], _Message] = {}  # by source, dest, tag, number
         self.label = "" if len(members) == job.size else f" among ranks {list(members)}"
@@ -189,9 +300,10 @@ class _Space:
 
 class _LocalWork(Work):
     def __init__(
-        self, job: _Job, rank: int, what: Callable[[], str], done: Callable[[], bool], land: Callable[[], Any]
+        self, space: _Space, rank: int, what: Callable[[], str], done: Callable[[], bool], land: Callable[[], Any]
     ) -> None:
-        self._job = job
+        self._job = space.job
+        self._family = space.family
         self._rank = rank
         self._what = what
         self._done = done
@@ -207,6 +319,7 @@ class _LocalWork(Work):
                     self._complete = True
                 else:
                     self._job.check()
+                    self._family.check()
             return self._complete
 
     def wait(self) -> Any:
@@ -221,10 +334,12 @@ class LocalCommunicator(Communicator):
     into an array in flight sees a wrong sum.
     """
 
-    def __init__(self, space: _Space, rank: int, *, max_message_elements: int) -> None:
+    def __init__(self, space: _Space, rank: int, *, max_message_elements: int, is_newcomer: bool = False) -> None:
         super().__init__(rank, len(space.members), max_message_elements=max_message_elements)
         self._space = space
         self._job = space.job
+        self._is_newcomer = is_newcomer
+        self._num_votes = itertools.count()
         self._num_collectives = itertools.count()
         self._num_sent: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
         self._num_posted: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
@@ -248,6 +363,21 @@ class LocalCommunicator(Communicator):
 
     def barrier(self) -> None:
         self._collective(Call("barrier"), None, list, lambda _: None).wait()
+
+    @property
+    def is_newcomer(self) -> bool:
+        return self._is_newcomer
+
+    def vote(self, yes: bool) -> bool:
+        rank = self._space.members[self.rank]
+        self._job.count_call(rank)
+        return self._space.family.vote(next(self._num_votes), rank, yes)
+
+    def heal(self, how: Heal) -> Communicator:
+        rank = self._space.members[self.rank]
+        self._job.count_call(rank)
+        space = self._space.family.heal(how, rank, self.max_message_elements)
+        return LocalCommunicator(space, space.members.index(rank), max_message_elements=self.max_message_elements)
 
     def abort(self, message: str) -> NoReturn:
         error = SystemExit(f"[rank {self._space.members[self.rank]}] {message}")
@@ -282,7 +412,7 @@ class LocalCommunicator(Communicator):
             groups: defaultdict[int, list[int]] = defaultdict(list)
             for rank in sorted(range(self.size), key=lambda rank: requests[rank][1]):  # stable: then by rank
                 groups[requests[rank][0]].append(self._space.members[rank])
-            return {color: _Space(self._job, members) for color, members in groups.items()}
+            return {color: _Space(self._job, self._space.family, members) for color, members in groups.items()}
 
         space = self._collective(Call("split"), (color, key), divide, lambda spaces: spaces[color]).wait()
         rank = space.members.index(self._space.members[self.rank])
@@ -292,9 +422,11 @@ class LocalCommunicator(Communicator):
         self, call: Call, contribution: Any, combine: Callable[[list[Any]], Any], land: Callable[[Any], Any]
     ) -> _LocalWork:
         """Join the next collective; the last rank to join combines, each rank lands the result for itself."""
+        self._job.count_call(self._space.members[self.rank])
         number, where = next(self._num_collectives), call_site()
         with self._job.changed:
             self._job.check()
+            self._space.family.check()
             collective = self._space.collectives.setdefault(number, _Collective())
             collective.calls[self.rank] = str(call), where
             if collective.mismatch is None:
@@ -338,8 +470,10 @@ class LocalCommunicator(Communicator):
 
     def _message(self, key: tuple[int, int, int, int], *, data: Array | None = None, posted: bool = False) -> _Message:
         """Add this rank's half of a message; where both halves are there, the data is taken from the sender."""
+        self._job.count_call(self._space.members[self.rank])
         with self._job.changed:
             self._job.check()
+            self._space.family.check()
             message = self._space.messages.setdefault(key, _Message())
             message.data = message.data if data is None else data
             message.posted = message.posted or posted
@@ -355,7 +489,7 @@ class LocalCommunicator(Communicator):
         def describe() -> str:
             return what() + self._space.label + self._describe_context()
 
-        return _LocalWork(self._job, self._space.members[self.rank], describe, done, land)
+        return _LocalWork(self._space, self._space.members[self.rank], describe, done, land)
 
 
 def _fill(array: Array, values: Array) -> Array:

@@ -1,0 +1,80 @@
+"""Copies in memory of what only one rank holds, for a stage without a replica: kept by the next rank, its buddy.
+
+    rank 0 holds a     keeps a, c of step 20        Every few steps each rank copies all that it holds, and sends what
+    rank 1 holds b     keeps b, a of step 20        nobody else holds to the rank after it. If a rank dies with the
+    rank 2 holds c     keeps c, b of step 20        only living copy of something, all go back to that step.
+
+Messages are under way while training goes on; a round of copies counts once a commit after it has been agreed on, which
+all ranks know alike. Until then the round before it counts, so memory for two rounds is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distributed.comm.communicator import Array, Communicator, Work
+from minigrad.backend import to_host
+
+
+class Round(NamedTuple):
+    """Copies of one moment: this rank's own arrays, and those that it keeps for the rank before it."""
+
+    step: int
+    num_updates: int
+    data: dict[str, Any]
+    copies: dict[str, Array]
+
+
+class Buddies:
+    """One rank's part in keeping copies. Making one is collective.
+
+    Args:
+        comm: all ranks of the run.
+        arrays: what this rank holds, by name; copied at each `begin`.
+    Attributes:
+        complete: the last round that every rank has.
+    """
+
+    def __init__(self, comm: Communicator, arrays: Mapping[str, Array]) -> None:
+        self._comm = comm.duplicate()
+        self._arrays = arrays
+        shapes = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
+        rows: list[dict[str, tuple[tuple[int, ...], str]]] = self._comm.gather_objects(shapes)
+        times = Counter(name for row in rows for name in row)
+        self._sent = [name for name in sorted(arrays) if times[name] == 1] if comm.size > 1 else []
+        before = rows[comm.rank - 1]
+        self._kept = {name: before[name] for name in sorted(before) if times[name] == 1} if comm.size > 1 else {}
+        self.complete: Round | None = None
+        self._under_way: tuple[Round, list[Work]] | None = None
+
+    def begin(self, step: int, num_updates: int, data: dict[str, Any]) -> None:
+        """Copy everything as it is now, and launch what goes to the buddy. Collective.
+
+        Args:
+            step: number of steps that are done.
+            num_updates: of the optimizer.
+            data: the position in the data.
+        """
+        copies = {name: np.array(to_host(array)) for name, array in self._arrays.items()}
+        kept = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._kept.items()}
+        size, rank, max_tag = self._comm.size, self._comm.rank, self._comm.max_tag
+        works = [self._comm.irecv(kept[name], source=(rank - 1) % size, tag=i % max_tag) for i, name in enumerate(kept)]
+        works += [
+            self._comm.isend(copies[name], dest=(rank + 1) % size, tag=i % max_tag) for i, name in enumerate(self._sent)
+        ]
+        self._under_way = Round(step, num_updates, data, copies | kept), works
+
+    def wait(self) -> None:
+        """Block until this rank has its part of the round under way, if there is one."""
+        if self._under_way is not None:
+            for work in self._under_way[1]:
+                work.wait()
+
+    def agreed(self) -> None:
+        """Let the round that all ranks have waited for take the place of the one before it."""
+        if self._under_way is not None:
+            self.complete, self._under_way = self._under_way[0], None

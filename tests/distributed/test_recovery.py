@@ -1,0 +1,277 @@
+"""A run that goes on when ranks die: whichever call they die in, it ends with the parameters of the undisturbed run.
+
+Ranks of a LocalWorld die at named moments of a step, or in their n-th call of a communicator, which no signal could be
+as exact about; `test_recovery_mpi.py` has real kills.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+from toy_recovery import PHASES, Toy, builder, train
+
+from distributed import LocalWorld, SoloCommunicator
+from distributed.comm.failure import Heal, RankFailure
+from distributed.comm.local import Killed
+from distributed.recovery import recovering
+from distributed.recovery.buddies import Buddies
+from distributed.recovery.state import MissingError, arrays_of, hand_over
+
+TIMEOUT_SECONDS = 60.0
+
+
+def world(size, deaths=None):
+    return LocalWorld(size, survive=True, deaths=deaths, timeout_seconds=TIMEOUT_SECONDS)
+
+
+def merged(results):
+    """Join what the ranks hold; a rank that is dead and was not replaced holds nothing."""
+    return {name: values for result in results if result for name, values in result[0].items()}
+
+
+@functools.cache
+def undisturbed(size, pp, schedule):
+    results = world(size).run(train, builder(pp, schedule))
+    return merged(results), results[0][1]
+
+
+def disturbed(size, dies, pp=1, schedule="1f1b", **how):
+    """Train with deaths at given moments; return parameters, and the losses and recoveries of a rank that lived."""
+    results = world(size).run(lambda comm: train(comm, builder(pp, schedule), dies=dies, **how))
+    return merged(results), next(result for rank, result in enumerate(results) if rank not in dies)
+
+
+def same_bits(parameters, expected):
+    return parameters.keys() == expected.keys() and all(
+        np.array_equal(parameters[name], expected[name]) for name in expected
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("phase", PHASES)
+def test_replaced_replicas_train_to_the_same_bits(victim, phase):
+    expected, losses = undisturbed(3, 1, "1f1b")
+    parameters, (_, seen, recoveries) = disturbed(3, {victim: (1, phase)})
+    assert same_bits(parameters, expected)
+    assert seen == losses  # each step once, with the loss of the undisturbed run
+    assert [(r.source, r.step, r.num_redone, r.num_ranks) for r in recoveries] == [
+        ("a living rank", 2 if phase == "committed" else 1, 0, 3)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble_h1", "zbv"])
+def test_pipelines_are_replaced_out_of_their_replicas(schedule):
+    expected, _ = undisturbed(4, 2, schedule)
+    for dies in ({3: (1, "hook")}, {0: (1, "begin"), 3: (2, "hook")}):
+        parameters, _ = disturbed(4, dies, 2, schedule)
+        assert same_bits(parameters, expected)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_fewer_ranks_train_to_the_same_numbers(phase):
+    """The batch is dealt anew, so that sums are taken in another order."""
+    expected, _ = undisturbed(4, 1, "1f1b")
+    parameters, (_, _, recoveries) = disturbed(4, {1: (1, phase), 3: (2, "hook")}, heal=Heal.SHRINK)
+    assert [recovery.num_ranks for recovery in recoveries] == [3, 2]
+    for name, values in expected.items():
+        np.testing.assert_allclose(parameters[name], values, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_stage_without_a_replica_comes_back_from_its_buddy(phase, every):
+    expected, _ = undisturbed(2, 2, "1f1b")
+    parameters, (_, _, recoveries) = disturbed(2, {1: (2, phase)}, 2, buddy_every=every)
+    assert same_bits(parameters, expected)
+    assert [recovery.source for recovery in recoveries] == ["a buddy's copy"]
+    assert 1 <= recoveries[0].num_redone <= 2 * every
+
+
+def test_a_buddy_counts_after_a_recovery_too():
+    expected, _ = undisturbed(4, 4, "1f1b")
+    parameters, (_, _, recoveries) = disturbed(4, {1: (2, "hook"), 3: (3, "hook")}, 4, buddy_every=1)
+    assert same_bits(parameters, expected)
+    assert [recovery.source for recovery in recoveries] == ["a buddy's copy"] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("calls", range(0, 90, 6))
+def test_a_rank_may_die_in_any_call(victim, calls):
+    expected, _ = undisturbed(3, 1, "1f1b")
+    results = world(3, {victim: calls}).run(train, builder())
+    assert same_bits(merged(results), expected)
+
+
+def test_without_buddies_it_starts_again():
+    expected, _ = undisturbed(2, 2, "1f1b")
+    parameters, (_, _, recoveries) = disturbed(2, {1: (2, "hook")}, 2)
+    assert [(recovery.source, recovery.step, recovery.num_redone) for recovery in recoveries] == [
+        ("the beginning", 0, 2)
+    ]
+    assert same_bits(parameters, expected)
+
+
+def test_a_restore_function_says_where_to_go_on():
+    def restore(toy):
+        toy.data.next()
+        return 1
+
+    _, (_, seen, recoveries) = disturbed(2, {0: (3, "hook")}, 2, restore=restore)
+    assert [(r.source, r.step, r.num_redone) for r in recoveries] == [("the restore function", 1, 2)]
+    assert sorted(seen) == [1, 2, 3]  # it was asked at the beginning too
+
+
+@pytest.mark.parametrize("calls", range(50, 110, 7))
+def test_a_death_while_others_recover(calls):
+    expected, _ = undisturbed(3, 1, "1f1b")
+    results = world(3, {0: 52, 1: calls}).run(train, builder())
+    assert same_bits(merged(results), expected)
+
+
+def test_what_a_failed_attempt_drew_and_changed_is_forgotten():
+    """Data goes back, and buffers too: a forward may write into them before the death is seen."""
+
+    def program(comm):
+        build = builder()
+        positions = []
+        died = False
+        for attempt in recovering(comm, build, num_steps=2):
+            with attempt as toy:
+                toy.data.next()
+                positions.append(toy.data.state_dict()["position"])
+                if attempt.step == 1 and comm.rank == 1 and not comm.is_newcomer and not died:
+                    raise Killed
+                attempt.commit()
+        return positions
+
+    positions = world(2).run(program)[0]
+    assert positions == [12, 24, 24]
+
+
+def test_it_is_an_error_to_forget_the_commit_or_to_do_it_twice():
+    attempt = next(recovering(SoloCommunicator(), builder(), num_steps=1))
+    with pytest.raises(RuntimeError, match=r"ended without attempt\.commit"), attempt:
+        pass
+    attempt = next(recovering(SoloCommunicator(), builder(), num_steps=1))
+    attempt.training.optimizer.zero_grad()
+    attempt.commit()
+    with pytest.raises(RuntimeError, match="was committed already"):
+        attempt.commit()
+
+
+def test_any_other_error_ends_the_run():
+    def program(comm):
+        for attempt in recovering(comm, builder(), num_steps=3):
+            with attempt:
+                raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        world(2).run(program)
+
+
+def test_a_world_that_does_not_survive_ends_with_the_death():
+    with pytest.raises(Killed):
+        LocalWorld(2, deaths={1: 30}, timeout_seconds=TIMEOUT_SECONDS).run(train, builder())
+
+
+def test_a_single_process_runs_the_same_loop():
+    parameters, losses, recoveries = train(SoloCommunicator(), builder())
+    expected, _ = undisturbed(3, 1, "1f1b")
+    for name, values in expected.items():
+        np.testing.assert_allclose(parameters[name], values, rtol=1e-9, atol=1e-12)
+    assert sorted(losses) == [0, 1, 2, 3]
+    assert recoveries == []
+
+
+def test_every_wait_of_the_family_ends_when_a_rank_dies():
+    """Of those who wait for the dead rank, and of those who wait for one that has left."""
+
+    def program(comm):
+        part = comm.split(comm.rank // 2)
+        if comm.rank == 0:
+            raise Killed
+        waits = [
+            lambda: part.recv(np.empty(1), source=1 - part.rank, tag=0),
+            lambda: comm.barrier(),
+            lambda: part.allreduce(np.ones(2)).wait(),
+            lambda: comm.isend(np.ones(1), dest=1, tag=3).wait(),
+        ]
+        for wait in waits:
+            with pytest.raises(RankFailure) as caught:
+                wait()
+            assert caught.value.ranks == (0,)
+        return comm.vote(True), comm.heal(Heal.SHRINK).gather_objects(comm.rank)
+
+    assert world(4).run(program)[1:] == [(False, [1, 2, 3])] * 3
+
+
+def test_votes_are_the_same_everywhere():
+    def program(comm):
+        first = comm.vote(True), comm.vote(comm.rank != 1)
+        if comm.rank == 2:
+            raise Killed
+        return *first, comm.vote(True)
+
+    assert world(3).run(program) == [(True, False, False)] * 2 + [None]
+
+
+def test_newcomers_take_the_places_of_the_dead():
+    def program(comm):
+        if not comm.is_newcomer:
+            if comm.rank in (1, 2):
+                raise Killed
+            assert not comm.vote(True)
+            comm = comm.heal(Heal.REPLACE)
+        return comm.rank, comm.size, comm.is_newcomer, comm.allreduce(np.array([comm.rank])).wait()[0]
+
+    assert world(4).run(program) == [(0, 4, False, 6), (1, 4, True, 6), (2, 4, True, 6), (3, 4, False, 6)]
+
+
+def test_only_a_world_that_survives_heals():
+    with pytest.raises(RuntimeError, match="only a world that survives failures can heal"):
+        SoloCommunicator().heal(Heal.SHRINK)
+
+
+def test_state_is_handed_over_from_the_first_holder():
+    def program(comm):
+        held = {0: {"a": np.full(3, 1.0)}, 1: {"a": np.full(3, 1.0), "b": np.full((2, 2), 2.0)}, 2: {}}[comm.rank]
+        wanted = {"a": np.zeros(3), "b": np.zeros((2, 2))} if comm.rank != 1 else {"a": np.zeros(3)}
+        hand_over(comm, held, wanted)
+        return {name: values.ravel()[0] for name, values in wanted.items()}
+
+    assert world(3).run(program) == [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}]
+
+
+def test_what_nobody_holds_is_named_on_every_rank_and_nothing_is_written():
+    def program(comm):
+        wanted = {"a": np.zeros(1), "c": np.zeros(1)} if comm.rank else {"a": np.zeros(1)}
+        with pytest.raises(MissingError, match="no living rank holds c"):
+            hand_over(comm, {"a": np.ones(1)}, wanted)
+        return wanted["a"][0]
+
+    assert world(2).run(program) == [0, 0]
+
+
+def test_a_round_of_copies_counts_once_it_was_agreed_on():
+    def program(comm):
+        mine = np.full(2, float(comm.rank))
+        buddies = Buddies(comm, {f"own{comm.rank}": mine, "shared": np.ones(1)})
+        buddies.begin(4, 4, {"position": 7})
+        mine += 10  # training goes on
+        buddies.wait()
+        assert buddies.complete is None
+        buddies.agreed()
+        return buddies.complete.step, {name: values[0] for name, values in sorted(buddies.complete.copies.items())}
+
+    assert world(3).run(program) == [
+        (4, {"own0": 0, "own2": 2, "shared": 1}),
+        (4, {"own0": 0, "own1": 1, "shared": 1}),
+        (4, {"own1": 1, "own2": 2, "shared": 1}),
+    ]
+
+
+def test_a_tensor_without_a_name_is_refused():
+    toy: Toy = builder()(SoloCommunicator())
+    toy.model.parameters()[0].name = ""
+    with pytest.raises(ValueError, match="recovery needs a name of its own for every tensor"):
+        arrays_of(toy)

@@ -1,0 +1,97 @@
+"""A small GPT in any layout, trained by a loop that goes on when ranks die; and what it must end with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distributed import Communicator, DistributedDataParallel, Mesh
+from distributed.comm.local import Killed
+from distributed.data import TokenBatches
+from distributed.recovery import recovering
+from minigrad import Hooks, cross_entropy, rng
+from minigrad.models import gpt
+from minigrad.optim import AdamW, Optimizer
+from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage
+
+CONFIG = gpt.GPTConfig(vocab_size=11, context=4, num_layers=4, num_heads=1, width=4, dropout=0.2)
+TOKENS = np.random.default_rng(5).integers(0, 11, 400)
+BATCH = 12
+
+
+@dataclass
+class Toy:
+    model: LocalStages
+    optimizer: Optimizer
+    data: TokenBatches
+    ddp: DistributedDataParallel
+    pipe: PipelineExecutor
+
+
+def builder(pp: int = 1, schedule: str = "1f1b", lr: Any = 1e-2) -> Callable[[Communicator], Toy]:
+    """Return what builds a toy for a communicator: pipelines of `pp` ranks, as many as fit."""
+
+    def build(comm: Communicator) -> Toy:
+        mesh = Mesh(comm, dp=comm.size // pp, pp=pp)
+        stages = PipelineStage.of(gpt.layers(CONFIG), mesh.pp, SCHEDULES[schedule], seed=1, dtype=np.float64)
+        optimizer = Optimizer(stages.parameters(), AdamW(lr))
+        data = TokenBatches(TOKENS, batch_size=BATCH, context=4, seed=2, rank=mesh.dp.rank, size=mesh.dp.size)
+        ddp = DistributedDataParallel(stages, mesh.dp)
+        pipe = PipelineExecutor(stages, mesh.pp, SCHEDULES[schedule], num_microbatches=2, loss_fn=cross_entropy)
+        return Toy(stages, optimizer, data, ddp, pipe)
+
+    return build
+
+
+PHASES = ("begin", "hook", "reduced", "committed")
+"""Moments of a step: before anything, inside the backward, when the gradients are reduced, after the optimizer."""
+
+
+def train(
+    comm: Communicator,
+    build: Callable[[Communicator], Toy],
+    *,
+    num_steps: int = 4,
+    dies: Mapping[int, tuple[int, str]] | None = None,
+    die: Callable[[], None] | None = None,
+    **how: Any,
+) -> Any:
+    """Train, and return the parameters of this rank by name, the losses by step, and the recoveries.
+
+    Args:
+        dies: rank of the first world -> the step and the phase in which it dies.
+        die: ends this rank; by default as a rank of a LocalWorld dies.
+    """
+    moment = None if comm.is_newcomer else (dies or {}).get(comm.rank)
+
+    def reach(step: int, phase: str) -> None:
+        if (step, phase) == moment:
+            die() if die is not None else kill()
+
+    losses: dict[int, list[float]] = {}
+    recoveries = []
+    parameters = {}
+    for attempt in recovering(comm, build, num_steps=num_steps, **how):
+        step = attempt.step
+        recoveries += [attempt.recovery] if attempt.recovery else []
+        with attempt as toy:
+            reach(step, "begin")
+            x, y = toy.data.next()
+            toy.optimizer.zero_grad()
+            hooks = toy.ddp.hooks(num_samples=len(x)) + Hooks(on_grad_ready=lambda _, step=step: reach(step, "hook"))
+            with rng.scope(seed=3, step=step, first_sample=toy.ddp.first_sample):
+                loss = toy.pipe.step(x, y, hooks=hooks)
+            toy.ddp.wait()
+            loss = toy.ddp.mean(loss)
+            reach(step, "reduced")
+            attempt.commit()
+            reach(step, "committed")
+        if attempt.committed:
+            losses.setdefault(step, []).append(loss)
+            parameters = {p.name: p.data.copy() for p in attempt.training.model.parameters()}
+    return parameters, losses, recoveries
+
+
+def kill() -> None:
+    raise Killed
