@@ -20,13 +20,11 @@ import numpy as np
 
 from distributed.comm.calls import Call, call_site, describe_mismatch
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
-from distributed.comm.failure import Heal, RankFailure
+from distributed.comm.failure import Heal
+from distributed.comm.local_job import Ended, Family, Job, Killed
 from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
 from distributed.comm.transfer import as_bytes, unpack
-from distributed.comm.wait_clock import WaitClock
 from distributed.comm.work import Array, Work
-
-_GRACE_SECONDS = 1.0  # for the other ranks to end after a failure, before run raises it
 
 
 class LocalWorld:
@@ -73,15 +71,21 @@ class LocalWorld:
         results: list[Any] = [None] * self.size
         caller = contextvars.copy_context()
 
-        def start(comm: LocalCommunicator, rank: int) -> None:
-            context = caller.copy()
+        def start(rank: int, family: Family, is_newcomer: bool = True) -> None:
+            context, space = caller.copy(), _world_of(job, family)
+            comm = LocalCommunicator(
+                space,
+                space.members.index(rank),
+                max_message_elements=self.max_message_elements,
+                is_newcomer=is_newcomer,
+            )
             thread = threading.Thread(target=context.run, args=(run_rank, comm, rank), name=f"rank {rank}", daemon=True)
             thread.start()
 
         def run_rank(comm: LocalCommunicator, rank: int) -> None:
             try:
                 results[rank] = program(comm, *args)
-            except _Ended:
+            except Ended:
                 pass
             except Killed as error:
                 if not self.survive:
@@ -93,117 +97,16 @@ class LocalWorld:
                 job.fail(error)
             job.end(rank)
 
-        job = _Job(self.size, self.synchronous_sends, self.timeout_seconds, start, self.deaths)
-        space = _Space(job, _Family(job, range(self.size)), range(self.size))
+        job = Job(self.size, self.synchronous_sends, self.timeout_seconds, start, self.deaths)
+        family = Family(job, range(self.size))
         try:
             for rank in range(self.size):
-                start(LocalCommunicator(space, rank, max_message_elements=self.max_message_elements), rank)
+                start(rank, family, is_newcomer=False)
             job.join()
         except BaseException as error:  # Ctrl-C too takes the ranks down
             job.fail(error)
             raise
         return results
-
-
-class _Ended(BaseException):
-    """Unwinds a rank after another one failed; never leaves LocalWorld.run."""
-
-
-class Killed(BaseException):
-    """Raised in a rank's program it plays a SIGKILL: in a world that survives failures that rank is dead."""
-
-
-class _Job:
-    """One run of a world: its lock, its first failure, and who waits for what."""
-
-    def __init__(
-        self,
-        size: int,
-        synchronous_sends: bool,
-        timeout_seconds: float,
-        start: Callable[[LocalCommunicator, int], None],
-        deaths: dict[int, int],
-    ) -> None:
-        self.size = size
-        self.synchronous_sends = synchronous_sends
-        self.timeout_seconds = timeout_seconds
-        self.start = start
-        self._calls_to_live = deaths
-        self._families: list[_Family] = []
-        self.wait_clocks = [WaitClock() for _ in range(size)]  # by world rank
-        self.changed = threading.Condition()  # guards this job and all its spaces
-        self._failure: BaseException | None = None
-        self._waits: dict[int, tuple[int, Callable[[], str]]] = {}  # thread -> its rank and what it waits for
-        self._ended: set[int] = set()
-
-    def fail(self, error: BaseException) -> None:
-        """Let this error be the failure of the job, unless there is one already, and wake every rank that waits."""
-        with self.changed:
-            if self._failure is None:
-                self._failure = error
-                self.changed.notify_all()
-
-    def end(self, rank: int) -> None:
-        with self.changed:
-            self._ended.add(rank)
-            self.changed.notify_all()
-
-    def add(self, family: _Family) -> None:
-        self._families.append(family)
-
-    def count_call(self, rank: int) -> None:
-        """Let a rank die in the call in which it is to."""
-        if rank in self._calls_to_live:
-            if self._calls_to_live[rank] == 0:
-                del self._calls_to_live[rank]
-                raise Killed
-            self._calls_to_live[rank] -= 1
-
-    def die(self, rank: int) -> None:
-        """Let the others know that a rank is dead."""
-        with self.changed:
-            for family in self._families:
-                if rank in family.members:
-                    family.dead.add(rank)
-            self._ended.add(rank)
-            self.changed.notify_all()
-
-    def revive(self, comm: LocalCommunicator, rank: int) -> None:
-        """Start a newcomer in a dead rank's place."""
-        self._ended.discard(rank)
-        self.start(comm, rank)
-
-    def join(self) -> None:
-        """Block until every rank has ended or one has failed, and raise that failure."""
-        with self.changed:
-            self.changed.wait_for(lambda: self._failure is not None or len(self._ended) == self.size)
-            if self._failure is not None:
-                # A rank that computes cannot be woken; it meets the failure at its next call, or dies with the process.
-                self.changed.wait_for(lambda: len(self._ended) == self.size, _GRACE_SECONDS)
-                raise self._failure
-
-    def check(self) -> None:
-        """End the calling rank if another one has failed."""
-        if self._failure is not None:
-            raise _Ended
-
-    def wait_until(self, done: Callable[[], bool], rank: int, what: Callable[[], str]) -> None:
-        thread = threading.get_ident()
-        with self.wait_clocks[rank], self.changed:
-            self._waits[thread] = (rank, what)
-            try:
-                if not self.changed.wait_for(done, self.timeout_seconds):
-                    raise TimeoutError(f"no rank may wait longer than {self.timeout_seconds} s, but {self._report()}")
-            finally:
-                del self._waits[thread]
-
-    def _report(self) -> str:
-        waits = dict(self._waits.values())
-        states = (
-            f"waits for {waits[rank]()}" if rank in waits else "has ended" if rank in self._ended else "is computing"
-            for rank in range(self.size)
-        )
-        return "; ".join(f"rank {rank} {state}" for rank, state in enumerate(states))
 
 
 class _Collective:
@@ -230,72 +133,25 @@ class _Message:
         self.met = False
 
 
-class _Family:
-    """A world and all that was split off it: who is dead, how those who live vote, and what comes after it."""
-
-    def __init__(self, job: _Job, members: Sequence[int]) -> None:
-        self.members = members
-        self.dead: set[int] = set()
-        self._job = job
-        self._votes: list[dict[int, bool]] = []
-        self._outcomes: dict[int, bool] = {}
-        self._healing: set[int] = set()
-        self._next: _Space | None = None
-        job.add(self)
-
-    def check(self) -> None:
-        if self.dead:
-            raise RankFailure(self.members.index(rank) for rank in self.dead)
-
-    def vote(self, number: int, rank: int, yes: bool) -> bool:
-        with self._job.changed:
-            if number == len(self._votes):
-                self._votes.append({})
-            votes = self._votes[number]
-            votes[rank] = yes
-            self._job.changed.notify_all()
-
-        def complete() -> bool:
-            if number not in self._outcomes and votes.keys() >= set(self.members) - self.dead:
-                self._outcomes[number] = all(votes.values()) and not self.dead
-            self._job.check()
-            return number in self._outcomes
-
-        self._job.wait_until(complete, rank, lambda: f"vote #{number}")
-        return self._outcomes[number]
-
-    def heal(self, how: Heal, rank: int, max_message_elements: int) -> _Space:
-        with self._job.changed:
-            self._healing.add(rank)
-            self._job.changed.notify_all()
-
-        def complete() -> bool:
-            if self._next is None and self._healing >= set(self.members) - self.dead:
-                members = self.members if how is Heal.REPLACE else [r for r in self.members if r not in self.dead]
-                self._next = _Space(self._job, _Family(self._job, members), members)
-                for dead in self.dead & set(members):
-                    comm = LocalCommunicator(
-                        self._next, members.index(dead), max_message_elements=max_message_elements, is_newcomer=True
-                    )
-                    self._job.revive(comm, dead)
-            self._job.check()
-            return self._next is not None
-
-        self._job.wait_until(complete, rank, lambda: "the others, to heal the world")
-        assert self._next is not None
-        return self._next
-
-
 class _Space:
     """What the ranks of one communicator share: what is under way, keyed by number."""
 
-    def __init__(self, job: _Job, family: _Family, members: Sequence[int]) -> None:
+    def __init__(self, job: Job, family: Family, members: Sequence[int]) -> None:
         self.job = job
         self.family = family
         self.members = members  # ranks of the first world
         self.collectives: dict[int, _Collective] = {}
         self.messages: dict[tuple[int, int, int, int], _Message] = {}  # by source, dest, tag, number
         self.label = "" if len(members) == job.size else f" among ranks {list(members)}"
+
+
+def _world_of(job: Job, family: Family) -> _Space:
+    """Return what the ranks of a family's world share."""
+    with job.changed:
+        if family.shared is None:
+            family.shared = _Space(job, family, family.members)
+        space: _Space = family.shared
+        return space
 
 
 class _LocalWork(Work):
@@ -376,7 +232,7 @@ class LocalCommunicator(Communicator):
     def heal(self, how: Heal) -> Communicator:
         rank = self._space.members[self.rank]
         self._job.count_call(rank)
-        space = self._space.family.heal(how, rank, self.max_message_elements)
+        space = _world_of(self._job, self._space.family.heal(how, rank))
         return LocalCommunicator(space, space.members.index(rank), max_message_elements=self.max_message_elements)
 
     def abort(self, message: str) -> NoReturn:

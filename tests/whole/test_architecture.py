@@ -58,6 +58,9 @@ RULES = {
     "distributed.checkpoint": Rule(
         RANKS | TENSORS | {"minigrad.nn", "safetensors"}, "distributed.checkpoint.files -> minigrad.ops.linalg"
     ),
+    "distributed.recovery": Rule(
+        RANKS | TENSORS | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
+    ),
     "distributed.data": Rule({"numpy", "minigrad.files"}, "distributed.data.batches -> distributed.comm.mpi"),
     "distributed.trace": Rule(RANKS | {"minigrad.hooks"}, "distributed.trace.recorder -> pipeline.schedules.action"),
     # Stages and micro-batches. Schedules are plain Python, at run time too.
