@@ -1,5 +1,6 @@
 """Ranks: communicators, data parallelism, and what surrounds them."""
 
+from distributed.clipping import clip_by_global_norm
 from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
@@ -30,6 +31,7 @@ __all__ = [
     "TrainingMetrics",
     "Work",
     "broadcast_params",
+    "clip_by_global_norm",
     "describe",
     "launched_by_mpi",
     "launcher_rank",

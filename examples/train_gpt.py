@@ -20,14 +20,14 @@ from common.command_line import or_fail, read_settings
 from common.run import Run
 from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
-from distributed import DistributedDataParallel, Mesh, local_rank, world
+from distributed import DistributedDataParallel, Mesh, clip_by_global_norm, local_rank, world
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data_parallel.comm_hooks import allreduce
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
-from minigrad.optim import AdamW, Optimizer, grad_square_sum, scale_to_norm
+from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import use_precision
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
 
@@ -91,7 +91,7 @@ def main() -> None:
         ):
             loss = pipe.step(x, y, hooks=hooks)
             ddp.wait()
-        grad_norm = clip(stages, mesh)
+        grad_norm = clip_by_global_norm(stages, MAX_GRAD_NORM)
         optimizer.step()
         run.log(ddp.mean(loss), grad_norm=grad_norm)
     if run.stopped:
@@ -106,14 +106,6 @@ def main() -> None:
     if settings.vocab == 256:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
         run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
-
-
-def clip(stages: LocalStages, mesh: Mesh) -> float:
-    """Clip by the gradient norm of the whole model, and return it: squares of the stages add along the pipeline."""
-    square_sum = np.array([grad_square_sum(stages.counted_parameters())])
-    norm = float(mesh.pp.allreduce(square_sum).wait()[0]) ** 0.5
-    scale_to_norm(stages.parameters(), norm, MAX_GRAD_NORM)
-    return norm
 
 
 def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSettings, mesh: Mesh) -> float:

@@ -183,12 +183,17 @@ def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> 
     Raises:
         ValueError: max_norm is not positive.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    check_max_norm(max_norm)
     if norm > max_norm and math.isfinite(norm):
         for part in FlatBuffer.adopt(params):
             grad = part.grad
             kernels_of(grad).scale(grad, max_norm / norm)
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Raise ValueError if a norm to clip to is not positive."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
 
 
 def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
@@ -196,14 +201,25 @@ def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
 
     Returns:
         The norm before clipping. Gradients stay as they are where it is infinite or nan.
+    Raises:
+        ValueError: max_norm is not positive.
+        RuntimeError: a parameter is one of a part of a model: its norm is not the model's.
     Source: Pascanu et al. 2013.
     """
-    norm = _norm(params)
+    for p in params:
+        if p.part_of:
+            raise RuntimeError(f"the norm of {p.label}: it is of {p.part_of}")
+    norm = grad_norm(params)
     scale_to_norm(params, norm, max_norm)
     return norm
 
 
-def _norm(params: Sequence[Parameter]) -> float:
+def grad_norm(params: Sequence[Parameter]) -> float:
+    """Return the norm of all gradients, also where their squares overflow or vanish.
+
+    Raises:
+        RuntimeError: somebody holds one of the gradients.
+    """
     total = grad_square_sum(params)
     if 1e-280 < total < 1e280 or math.isnan(total):
         return math.sqrt(total)

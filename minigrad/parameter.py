@@ -47,9 +47,11 @@ class Parameter(Tensor):
     Attributes:
         flat, start: the owner of its memory, and where in it this parameter begins, in elements.
         hold: who has a claim on the gradient now, if anybody.
+        part_of: where this process holds only a part of the model: of what, and how to get numbers of the whole; it
+            ends the message of the error that a norm over this process alone raises.
     """
 
-    __slots__ = ("_master", "flat", "hold", "name", "start")
+    __slots__ = ("_master", "flat", "hold", "name", "part_of", "start")
 
     def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
         super().__init__(as_array(data).copy(order="C"), requires_grad=requires_grad)
@@ -58,6 +60,7 @@ class Parameter(Tensor):
         self.flat: FlatBuffer | None = None
         self.start = 0
         self.hold: Hold | None = None
+        self.part_of = ""
         self._master: Array | None = None  # what is trained, where ops see a copy of it
 
     @property

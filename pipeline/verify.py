@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distributed.agreement import first_failure
+from distributed.clipping import global_norm
 from distributed.comm.communicator import Communicator
 from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
@@ -23,7 +24,7 @@ from minigrad.backend import Array
 from minigrad.backprop import backward, backward_with_grad
 from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter, Sequential
-from minigrad.optim import SGD, Optimizer, Rule, grad_square_sum, scale_to_norm
+from minigrad.optim import SGD, Optimizer, Rule, grad_norm, scale_to_norm
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
@@ -136,7 +137,7 @@ def _train_alone(case: Case) -> list[_Step]:
         with rng.scope(seed=case.seed, step=number):
             loss = case.loss_fn(model(x), y)
         backward(loss)
-        norm = grad_square_sum(params) ** 0.5
+        norm = grad_norm(params)
         steps.append(_Step(values, loss.item(), _grads(params), norm))
         scale_to_norm(params, norm, case.max_norm)
         optimizer.step()
@@ -177,8 +178,7 @@ class _SpreadRun:
             with rng.scope(seed=case.seed, step=number, first_sample=ddp.first_sample):
                 loss = pipe.step(x[rows], y[rows], hooks=Hooks(on_grad_ready=self._record_final) + hooks)
             ddp.wait()
-            square_sum = np.array([grad_square_sum(stages.counted_parameters())])
-            norm = float(mesh.pp.allreduce(square_sum).wait()[0]) ** 0.5
+            norm = global_norm(stages)
             differences = self._differences(step, ddp.mean(loss), norm)
             wrong = next((name for name, difference in differences.items() if not difference <= case.rtol), None)
             self._raise_everywhere(

@@ -231,6 +231,7 @@ class LocalStages:
     """This rank's stages. Making one is collective.
 
     Attributes:
+        comm: the ranks of the pipeline.
         tied: parameters that another rank holds a copy of (the same name), in one order on all ranks. The copies
             start with the values of the first rank that holds one.
     Raises:
@@ -239,6 +240,7 @@ class LocalStages:
 
     def __init__(self, stages: Sequence[PipelineStage], comm: Communicator) -> None:
         self._stages = tuple(stages)
+        self.comm = comm
         own = {p.name: p for p in self._distinct() if p.name}
         specs_of = comm.gather_objects({name: ArraySpec.of(p.data) for name, p in own.items()})
         holders: dict[str, list[int]] = {}
@@ -265,6 +267,12 @@ class LocalStages:
                 for p in copies:
                     p.data = group.broadcast(p.data.copy()).wait()
                 self._groups.append((group, copies))
+        if comm.size > 1:
+            for p in self.parameters():
+                p.part_of = (
+                    f"a pipeline on {comm.size} ranks, and its gradient norm is that of all of them: "
+                    "distributed.clip_by_global_norm(stages, max_norm)"
+                )
 
     def __iter__(self) -> Iterator[PipelineStage]:
         return iter(self._stages)

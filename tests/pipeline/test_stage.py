@@ -11,7 +11,6 @@ import minigrad as mg
 from distributed import SoloCommunicator
 from minigrad import Hooks
 from minigrad.models import gpt
-from minigrad.optim import grad_square_sum, scale_to_norm
 from pipeline import SCHEDULES, PipelineStage, Schedule, cut_by_sizes, gpipe
 from pipeline.runtime.boundary import Bundle
 
@@ -356,33 +355,6 @@ def test_train_and_eval_reach_every_layer(ranks):
         assert all(module.training for layer in modules for module in layer.modules())
 
     ranks.run(program)
-
-
-# The norm of the whole model
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(("max_norm", "factor"), [(1.0, 1 / 5), (10.0, 1.0)])
-def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, max_norm, factor):
-    """Rank 0 has 3, the last 4, and those between nothing; by stages it would be 1 and 1. torchtitan#596"""
-
-    def program(comm):
-        (first, last), middle = (
-            (scale(name) for name in "ab"),
-            [apply(str(i), lambda x: x) for i in range(comm.size - 2)],
-        )
-        stages = PipelineStage.of([first, *middle, last], comm, ONE, dtype=np.float64)
-        for p in stages.parameters():
-            p.grad = np.float64(3.0 if comm.rank == 0 else 4.0)
-        square_sum = np.array([grad_square_sum(stages.counted_parameters())])
-        norm = comm.allreduce(square_sum).wait()[0] ** 0.5
-        scale_to_norm(stages.parameters(), norm, max_norm)
-        return norm, [float(p.grad) for p in stages.parameters()]
-
-    results = ranks.run(program)
-    assert {norm for norm, _ in results} == {5.0}
-    np.testing.assert_allclose([results[0][1], results[-1][1]], [[3 * factor], [4 * factor]])
-    assert [grads for _, grads in results[1:-1]] == [[]] * (ranks.size - 2)
 
 
 # Cuts of the caller's own

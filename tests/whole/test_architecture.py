@@ -50,7 +50,8 @@ RULES = {
         {"numpy", "mpi4py", "minigrad.backend", "minigrad.kernels"}, "distributed.comm.mpi -> minigrad.tensor"
     ),
     "distributed": Rule(
-        {"numpy", "distributed.comm", "distributed.data"}, "distributed.stop -> distributed.data_parallel.ddp"
+        {"numpy", "minigrad", "distributed.comm", "distributed.data"},
+        "distributed.stop -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel": Rule(
         RANKS | TENSORS | {"minigrad.nn"}, "distributed.data_parallel.ddp -> minigrad.ops.linalg"
