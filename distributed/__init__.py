@@ -7,7 +7,8 @@ from distributed.comm.mesh import Mesh
 from distributed.comm.solo import SoloCommunicator
 from distributed.comm.world import describe, launched_by_mpi, launcher_rank, launcher_size, local_rank, world
 from distributed.data_parallel.buckets import GradientBucketManager
-from distributed.data_parallel.ddp import DistributedDataParallel, broadcast_params
+from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.data_parallel.replicas import broadcast_params
 from distributed.data_parallel.trainer import (
     BucketedTrainer,
     DistributedTrainer,

@@ -80,7 +80,9 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
         hooks: see `Hooks`.
     """
     root, g = _root(output, grad)
-    _walk(collect(root), {root: g}, hooks or Hooks(), set())
+    hooks = hooks or Hooks()
+    with hooks.told_of_errors():
+        _walk(collect(root), {root: g}, hooks, set())
 
 
 def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = None) -> DeferredGrads:
@@ -88,7 +90,7 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
 
     Args:
         output, grad: as in `backward_with_grad`.
-        hooks: only `between_ops` can fire here; parameters get their gradients in the weight half.
+        hooks: only `between_ops` and `on_error` can fire here; parameters get their gradients in the weight half.
     Returns:
         What is left to do, for `backward_weight`.
     """
@@ -98,7 +100,9 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
         return DeferredGrads(nodes, {root: g})
     deferred = DeferredGrads([node for node in nodes if node.weight_side], {})
     data_side = [node for node in nodes if not node.weight_side]
-    _walk(data_side, {root: g}, hooks or Hooks(), deferred.versions, deferred)
+    hooks = hooks or Hooks()
+    with hooks.told_of_errors():
+        _walk(data_side, {root: g}, hooks, deferred.versions, deferred)
     assert deferred.nodes is not None
     deferred.nodes.sort(key=node_order, reverse=True)
     return deferred
@@ -125,7 +129,9 @@ def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks:
         cotangents |= half.cotangents
         half.cotangents.clear()
         versions |= half.versions
-    _walk(_side_by_side(tapes), cotangents, hooks or Hooks(), versions)
+    hooks = hooks or Hooks()
+    with hooks.told_of_errors():
+        _walk(_side_by_side(tapes), cotangents, hooks, versions)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from minigrad.backend import Array, xp_of
-from minigrad.parameter import Parameter, check_usable
+from minigrad.parameter import Parameter, check_resettable
 from minigrad.versions import Version
 
 
@@ -77,7 +77,7 @@ class FlatBuffer:
                 f"move_grad needs contiguous memory of {self.grad.dtype}{list(self.grad.shape)}, "
                 f"got {storage.dtype}{list(storage.shape)} with strides {storage.strides}"
             )
-        check_usable(self.params, "move_grad of")
+        check_resettable(self.params, "move_grad of")
         storage[...] = self.grad
         self.grad = storage
         self._place_params()
@@ -202,7 +202,7 @@ def zero_grad(params: Iterable[Parameter]) -> None:
         RuntimeError: somebody holds one of them; then none is marked.
     """
     params = list(params)
-    check_usable(params, "zero_grad() of")
+    check_resettable(params, "zero_grad() of")
     for p in params:
         p.grad = None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +18,31 @@ class Hooks:
         on_start: called once, before the first vjp, with the parameters that this backward will reach.
         on_grad_ready: called once for each of them, at the moment its grad is final.
         between_ops: called after every op, for example to let messages progress.
+        on_error: called once if an exception ends the backward, Ctrl-C included: what it had begun will not be done.
     """
 
     on_start: Callable[[Sequence[Parameter]], None] | None = None
     on_grad_ready: Callable[[Parameter], None] | None = None
     between_ops: Callable[[], None] | None = None
+    on_error: Callable[[], None] | None = None
 
     def __add__(self, other: Hooks) -> Hooks:
         return Hooks(
             _both(self.on_start, other.on_start),
             _both(self.on_grad_ready, other.on_grad_ready),
             _both(self.between_ops, other.between_ops),
+            _both(self.on_error, other.on_error),
         )
+
+    @contextmanager
+    def told_of_errors(self) -> Iterator[None]:
+        """Call `on_error` if what runs inside the `with` ends with an exception, which goes on to the caller."""
+        try:
+            yield
+        except BaseException:
+            if self.on_error is not None:
+                self.on_error()
+            raise
 
 
 def _both(first: Any, second: Any) -> Any:

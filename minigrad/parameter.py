@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hold:
-    """A claim on a gradient: nobody else may use it until its holder takes it away with `parameter.hold = None`.
+    """A claim on a gradient: nobody else may touch it until its holder takes it away with `parameter.hold = None`.
 
     Attributes:
         reason: what the gradient is, and the way out: it ends the message of the error that others get.
-        final: the gradient has its last value. It may be read, and reset, which ends the hold; nothing may be
-            added to it.
+        open: the gradient is still being collected. It may be added to and reset, but not used: by a step, by a norm.
+        final: the gradient has its last value. It may be used, but not added to; a reset ends the hold.
+        after_reset: what takes the place of a final hold then.
     """
 
     reason: str
+    open: bool = False
     final: bool = False
+    after_reset: Hold | None = None
 
 
 class Parameter(Tensor):
@@ -88,14 +91,14 @@ class Parameter(Tensor):
         return self.start + self.size
 
     def accumulate_grad(self, g: Array) -> None:
-        """Add one contribution to the gradient; refused while it is held."""
-        if self.hold is not None:
+        """Add one contribution to the gradient; refused while it is held, unless the hold is open."""
+        if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
         super().accumulate_grad(g)
 
     def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
-        """Let a `WeightVjp` write or add its contribution to the gradient; refused while it is held."""
-        if self.hold is not None:
+        """Let a `WeightVjp` write or add its contribution to the gradient; refused as `accumulate_grad` is."""
+        if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
         return super().accumulate_from(write, g)
 
@@ -105,8 +108,9 @@ class Parameter(Tensor):
         raise RuntimeError(f"{what} {self.label}: {self.hold.reason}")
 
     def _open_grad(self) -> None:
-        check_usable([self], "a new grad for")
-        self.hold = None
+        check_resettable([self], "a new grad for")
+        if self.hold is not None and self.hold.final:
+            self.hold = self.hold.after_reset
 
     def fill_missing_grad(self) -> None:
         """Make a gradient that no backward reached zeros."""
@@ -121,7 +125,7 @@ class Parameter(Tensor):
         return self._grad
 
     def __getstate__(self) -> Any:
-        check_usable([self], "a copy of")
+        check_resettable([self], "a copy of")
         attributes, slots = super().__getstate__()
         # A copy has no owner, and so no copy for ops to see: it is float32.
         return attributes, slots | {"flat": None, "start": 0, "hold": None, "_data": self.data.copy(), "_master": None}
@@ -144,7 +148,14 @@ class Parameter(Tensor):
 
 
 def check_usable(params: Iterable[Parameter], what: str) -> None:
-    """Raise RuntimeError if one of these gradients is held and not final: `what` cannot be done now."""
+    """Raise RuntimeError if one of these gradients is held and not final: `what` would use it too early."""
     for p in params:
         if p.hold is not None and not p.hold.final:
+            p.refuse_grad(what)
+
+
+def check_resettable(params: Iterable[Parameter], what: str) -> None:
+    """Raise RuntimeError if one of these gradients is held, neither open nor final: `what` would disturb its holder."""
+    for p in params:
+        if p.hold is not None and not (p.hold.open or p.hold.final):
             p.refuse_grad(what)

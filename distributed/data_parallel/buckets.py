@@ -9,6 +9,13 @@ is small so that communication starts early, the last one because nothing is lef
 
 The mean over ranks is weighted here and nowhere else: each rank multiplies by its share of the samples
 just before the launch, so that the sum over ranks is the mean.
+
+What may be done with a gradient is said by the hold on its parameter, and each step goes once around:
+
+    UNREDUCED --start--> REDUCING --wait--> REDUCED --zero_grad--> UNREDUCED        on several ranks
+                             |---- cancel, after an exception ---->|
+
+A step with gradients that no wait() has averaged is so an error, and replicas do not drift apart in silence.
 """
 
 from __future__ import annotations
@@ -24,14 +31,18 @@ from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from minigrad.backend import xp_of
 from minigrad.flat import FlatBuffer, FlatRange
-from minigrad.parameter import Hold, Parameter, check_usable
+from minigrad.parameter import Hold, Parameter, check_resettable
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
 MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than an edge: one bucket hides nothing
 
+UNREDUCED = Hold(
+    "its grad is this rank's own, and replicas would drift apart; run the backward with the hooks, then wait()",
+    open=True,
+)
 REDUCING = Hold("its grad is being reduced over ranks; call wait() first")
-REDUCED = Hold("its grad is already reduced over ranks; call zero_grad() first", final=True)
+BROKEN = Hold("its backward ended with an exception while other ranks wait for this one; call cancel() first")
 
 
 @dataclass
@@ -55,6 +66,8 @@ class GradientBucketManager:
     In a backward it is driven by `start` and `mark_ready`, as hooks. It can also be used alone, with gradients that
     somebody else computes: give (name, size, dtype) triples in model order, write into `grad(name)`, and call
     `reset()`, `mark_ready(name)` for each, `wait()`.
+
+    After an exception in a backward, `fail` is called as a hook; the way back is `cancel`, which says what it costs.
 
     Args:
         params: parameters, or triples, in model order: backward finishes them in reverse.
@@ -91,14 +104,28 @@ class GradientBucketManager:
         self._by_name = {p.name: p for p in self.params}
         self._comm_hook = comm_hook
         self.unused: list[str] = []
-        self._reached: Work | None = None  # which parameters any rank reached, on its way
+        # Which parameters this rank reached, and whether it gave the backward up; the largest over ranks counts.
+        self._flags = np.zeros(len(self.params) + 1, np.uint8)
+        self._flags_work: Work | None = None
         self._under_way = False
         self._num_launched = 0
         self._share = 1.0
+        self._unreduced = UNREDUCED if comm.size > 1 else None  # one rank has nobody to drift away from
+        self._reduced = Hold(
+            "its grad is already reduced over ranks; call zero_grad() first", final=True, after_reset=self._unreduced
+        )
+        for p in self.params:
+            if p.hold is None:
+                p.hold = self._unreduced
 
     @property
     def num_buckets(self) -> int:
         return len(self.buckets)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward has begun and neither `wait` nor `cancel` has ended it."""
+        return self._under_way
 
     @property
     def num_launched(self) -> int:
@@ -126,14 +153,8 @@ class GradientBucketManager:
         Raises:
             RuntimeError: the last reduction was not waited for.
         """
-        self._check_idle()
-        for bucket in self.buckets:
-            bucket.pending = set(bucket.range.params)
-            bucket.work = None
-        self._share = 1 / self.comm.size if share is None else share
-        self._reached = None
-        self._num_launched = 0
-        self._under_way = True
+        self.check_idle()
+        self._begin(share)
 
     def start(self, reached: Sequence[Parameter], share: float | None = None) -> None:
         """Begin a backward that will reach these parameters; the others are ready at once, as zeros without a grad.
@@ -142,20 +163,29 @@ class GradientBucketManager:
             ValueError: a parameter is reached that is not among those to reduce.
             RuntimeError: the last reduction was not waited for, or its result is still there: no zero_grad since.
         """
-        self._check_idle()
+        self.check_idle()
         for p in reached:
             if p not in self._bucket_of:
                 rule = f"backward reaches {p.label}, which is not among the parameters to reduce"
                 raise ValueError(self._message(rule))
-            if p.hold is not None:
+            if p.hold is not None and not p.hold.open:
                 p.refuse_grad("backward into")
-        self.reset(share)
+        self._begin(share)
         used = set(reached)
-        flags = np.array([p in used or p.grad is not None or not p.requires_grad for p in self.params], np.uint8)
-        self._reached = self.comm.allreduce(flags, op=ReduceOp.MAX)
+        self._flags[:-1] = [p in used or p.grad is not None or not p.requires_grad for p in self.params]
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         self._launch_complete()
+
+    def _begin(self, share: float | None) -> None:
+        for bucket in self.buckets:
+            bucket.pending = set(bucket.range.params)
+            bucket.work = None
+        self._share = 1 / self.comm.size if share is None else share
+        self._flags[:-1], self._flags[-1] = 1, 0
+        self._flags_work = None
+        self._num_launched = 0
+        self._under_way = True
 
     def mark_ready(self, param: Parameter | str) -> None:
         """Note that a gradient is final; launch what is complete and next in line.
@@ -178,21 +208,89 @@ class GradientBucketManager:
         """Block until every gradient is averaged.
 
         Raises:
-            RuntimeError: nothing is being reduced, or a gradient was never marked ready.
+            RuntimeError: nothing is being reduced, or a gradient was never marked ready, or another rank gave this
+                backward up by `cancel`: then it is given up here too.
         """
         if not self._under_way:
             raise RuntimeError(self._message("wait() without a reduction; run a backward with the hooks first"))
         if self._num_launched < self.num_buckets:
-            raise RuntimeError(self._message("wait() before every gradient was ready"))
+            rule = "wait() before every gradient was ready; after an exception in the backward call cancel() instead"
+            raise RuntimeError(self._message(rule))
+        flags = self._wait_for_all()
+        if flags[-1]:
+            self._drop()
+            rule = "the backward of another rank ended with an exception: this step's gradients are dropped"
+            raise RuntimeError(self._message(f"{rule} on all ranks, which can go on with the next one"))
+        for p in self.params:
+            p.hold = self._reduced
+        self._under_way = False
+        self._report_unused(flags[:-1])
+
+    def fail(self) -> None:
+        """Note that an exception has ended the backward: a hook, `on_error`.
+
+        One rank alone gives the backward up: see `cancel`. One of several cannot, since the others wait for its
+        part; until `cancel` nobody can use its gradients.
+        """
+        if self.comm.size == 1:
+            self._drop()
+        elif (self._under_way and self._num_launched < self.num_buckets) or self._has_unreduced():
+            for p in self.params:
+                p.hold = BROKEN
+
+    def cancel(self) -> None:
+        """Give up the backward under way, if there is one: its gradients are dropped, the next one starts clean.
+
+        On several ranks, those call it whose backward ended with an exception, before they go on. It sends what the
+        others wait for, and tells them: their `wait` raises, and drops this step's gradients there. So no rank takes
+        this step, and all can go on. Blocks until the others have come that far.
+
+        Raises:
+            RuntimeError: on several ranks, `wait` has begun: the others may take this step.
+        """
+        if self._under_way and self.comm.size > 1:
+            if self._flags_work is not None and not self._flags[-1]:
+                raise RuntimeError(
+                    self._message("cancel() inside wait(): other ranks may take this step; wait() again")
+                )
+            for bucket in self.buckets:
+                bucket.pending.clear()
+            self._launch_complete()
+            self._flags[-1] = 1
+            self._wait_for_all()
+        if self._under_way or any(p.hold is BROKEN for p in self.params):
+            self._drop()
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if a backward is under way."""
+        if self._under_way:
+            rule = "a new backward before the last one was reduced to the end; call wait()"
+            raise RuntimeError(self._message(f"{rule}, or after an exception cancel()"))
+
+    def _wait_for_all(self) -> Any:
+        """Block until every bucket is there; return the flags of all ranks."""
+        if self._flags_work is None:
+            self._flags_work = self.comm.allreduce(self._flags, op=ReduceOp.MAX)
         for number, bucket in enumerate(self.buckets):
             assert bucket.work is not None
             with self.comm.waiting_for(f"bucket {number} of {self.num_buckets}, {bucket.range.params[0].name} ..."):
                 bucket.work.wait()
-            for p in bucket.range.params:
-                p.hold = REDUCED
+        with self.comm.waiting_for("which parameters the other ranks reached"):
+            return self._flags_work.wait()
+
+    def _drop(self) -> None:
+        """Forget the backward under way and what it left in the gradients."""
         self._under_way = False
-        if self._reached is not None:
-            self._report_unused(self._reached.wait())
+        for bucket in self.buckets:
+            bucket.work = None
+        for p in self.params:
+            if p.hold is None or not p.hold.final:  # final ones are of the step before, and whole
+                p.hold = self._unreduced
+                p.grad = None
+
+    def _has_unreduced(self) -> bool:
+        """Return whether a gradient holds what no other rank has seen."""
+        return any(p.hold is UNREDUCED and p.grad is not None for p in self.params)
 
     def _report_unused(self, reached: Any) -> None:
         """Note the parameters that no rank reached, and warn when they are others than the last time."""
@@ -200,10 +298,6 @@ class GradientBucketManager:
         if unused and unused != self.unused:
             warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)
         self.unused = unused
-
-    def _check_idle(self) -> None:
-        if self._under_way:
-            raise RuntimeError(self._message("a new backward before the last one was reduced to the end; call wait()"))
 
     def _launch_complete(self) -> None:
         """Launch buckets in their order, up to the first that is not complete."""
@@ -217,7 +311,7 @@ class GradientBucketManager:
 
     def _close(self, p: Parameter) -> None:
         """Take a final gradient: from here on nothing may be added to it."""
-        check_usable([p], "a second reduction of")
+        check_resettable([p], "a second reduction of")
         p.hold = REDUCING
         self._bucket_of[p].pending.remove(p)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,13 +11,13 @@ from distributed.agreement import same_on_all
 from distributed.comm.communicator import Communicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
 from minigrad.hooks import Hooks
-from minigrad.nn import Buffer, Module
 from minigrad.parameter import Parameter
 
 
 class HasParameters(Protocol):
-    """A module, or the stages of a pipeline."""
+    """A module, or the stages of a pipeline: these have `buffers()` too."""
 
     def parameters(self) -> Sequence[Parameter]: ...
 
@@ -32,21 +32,30 @@ class DistributedDataParallel:
         ddp.wait()
         optimizer.step()
 
-    A backward without the hooks accumulates on this rank alone. Making one is collective.
+    A backward without the hooks accumulates on this rank alone. On several ranks its gradients cannot be used until a
+    backward with the hooks has averaged the sum: a step with them is an error. Making one is collective.
+
+    After an exception in a backward that the caller goes on from, Ctrl-C in a notebook for one, a single rank needs
+    nothing: the gradients of that step are gone, and the next `hooks` or zero_grad starts clean. With several ranks,
+    the one that failed calls `cancel` first; what the others do is said there. A rank that has ended, or that waits
+    inside a pipeline, cannot be gone on from: start again from a checkpoint.
 
     Args:
         model: its parameters are all reduced, frozen ones too. Where it has `tied` parameters (stages of a pipeline),
             these get the last buckets.
         comm: the ranks that hold replicas.
         bucket_bytes, comm_hook: see `GradientBucketManager`.
+        check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
 
     Attributes:
         first_sample: index of this rank's first sample in the batch of all ranks, as of the last `hooks`.
         share: of the samples that this rank has, likewise.
+        is_awaited: other ranks count on a backward of this one, which took the hooks for it and has not called `wait`.
 
     Raises:
         ValueError: the ranks' parameters differ in name, shape or dtype, or their buckets do: by bucket_bytes, or by
-            an optimizer made before that placed parameters otherwise. The same message on every rank.
+            an optimizer made before that placed parameters otherwise. The same message on every rank. Or check_every
+            is negative.
     """
 
     def __init__(
@@ -56,11 +65,14 @@ class DistributedDataParallel:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook = allreduce,
+        check_every: int = 0,
     ) -> None:
+        if check_every < 0:
+            raise ValueError(f"check_every must not be negative, got {check_every}")
+        self.model = model
         self.params = list(model.parameters())
-        self._buffers = list(model.buffers()) if isinstance(model, Module) else []
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
-        check_layout([*self.params, *self._buffers], self.comm)
+        check_layout("parameter", self.params, self.comm)
         tied = getattr(model, "tied", ())
         self.buckets = GradientBucketManager(
             self.params, self.comm, bucket_bytes=bucket_bytes, last=tied, comm_hook=comm_hook
@@ -69,66 +81,127 @@ class DistributedDataParallel:
         self.buckets.move_gradients()
         self.first_sample = 0
         self.share = 1 / comm.size
+        self._check_every = check_every
+        self._num_backwards = 0
+        self.is_awaited = False
         broadcast_params(self.params, self.comm)
         self.sync_buffers()
 
-    def hooks(self, *, num_samples: int) -> Hooks:
+    def hooks(self, *, num_samples: int, mean_over: int | None = None) -> Hooks:
         """Return the hooks for one backward over this rank's samples.
 
         Collective, and blocks for one small message: ranks weigh in the mean by their number of samples.
 
         Args:
             num_samples: of this rank in this step, over which its loss is the mean. Ranks hold consecutive samples.
+            mean_over: how many samples a loss of weight 1 is the mean over, where this backward is the last of some
+                that add up and each is weighted by its number of samples over this; num_samples by default.
         Raises:
             ValueError: num_samples is below 1 on some rank; the same message on every rank.
+            RuntimeError: the last backward is not over.
         """
-        counts = self.comm.allgather(np.array([num_samples], np.int64)).wait()[:, 0]
-        if counts.min() < 1:
-            raise ValueError(f"every rank needs num_samples of at least 1, got {counts.tolist()} by rank")
-        self.first_sample = int(counts[: self.comm.rank].sum())
-        share = self.share = float(counts[self.comm.rank] / counts.sum())
+        return self.hooks_for(self.count_samples(num_samples), mean_over=mean_over)
+
+    def count_samples(self, num_samples: int) -> list[int]:
+        """Return the number of samples in this step by rank. Collective.
+
+        Raises:
+            RuntimeError: the last backward is not over.
+        """
+        self.buckets.check_idle()
+        with self.comm.waiting_for("the number of samples of each rank, in ddp.hooks"):
+            return self.comm.allgather(np.array([num_samples], np.int64)).wait()[:, 0].tolist()
+
+    def hooks_for(self, counts: Sequence[int], *, mean_over: int | None = None) -> Hooks:
+        """Return the hooks for one backward, as `hooks`, where `count_samples` has been called.
+
+        Collective where the weights are checked.
+        """
+        if min(counts) < 1:
+            raise ValueError(f"every rank needs num_samples of at least 1, got {list(counts)} by rank")
+        self._num_backwards += 1
+        if self._check_every and self._num_backwards % self._check_every == 0:
+            self.check_replicas()
+        own = counts[self.comm.rank]
+        self.first_sample = sum(counts[: self.comm.rank])
+        self.share = own / sum(counts)
+        weight = (own if mean_over is None else mean_over) / sum(counts)
+        self.is_awaited = True
         return Hooks(
-            on_start=lambda reached: self.buckets.start(reached, share),
+            on_start=lambda reached: self.buckets.start(reached, weight),
             on_grad_ready=self.buckets.mark_ready,
             between_ops=self.comm.progress,
+            on_error=self.buckets.fail,
         )
 
     def wait(self) -> None:
-        """Block until all gradients are averaged over ranks; call it before clipping and stepping."""
-        self.buckets.wait()
+        """Block until all gradients are averaged over ranks; call it before clipping and stepping.
+
+        Raises:
+            RuntimeError: no backward ran with the hooks, or not to its end; or another rank gave it up, and then all
+                ranks have: see `cancel`.
+        """
+        began = self.buckets.under_way
+        try:
+            self.buckets.wait()
+        finally:
+            if began and not self.buckets.under_way:
+                self.is_awaited = False
+
+    def cancel(self) -> None:
+        """Give up the step that an exception has ended: its gradients are dropped, the next one starts clean.
+
+            try:
+                backward_with_hooks(model_loss(x), ddp.hooks(num_samples=len(x)))
+                ddp.wait()
+            except (MemoryError, RuntimeError):     # of this rank, or because another one has cancelled
+                ddp.cancel()
+                continue                            # all ranks leave this step out
+            optimizer.step()
+
+        On several ranks, each rank that had the exception calls it, before anything else of this DDP; the others get
+        a RuntimeError from `wait`. Where there is nothing to give up it does nothing.
+
+        Raises:
+            RuntimeError: on several ranks, `wait` has begun: the others may take this step.
+        """
+        if self.is_awaited and not self.buckets.under_way and self.comm.size > 1:
+            self.buckets.reset()  # the exception came before the backward, which the others wait for all the same
+        self.buckets.cancel()
+        self.is_awaited = False
 
     def sync_buffers(self) -> None:
         """Overwrite the buffers of every rank with rank 0's. Collective.
 
         Done once when this is made. After that each rank's buffers are its own, since only their module knows what
-        they mean; call it before evaluating or saving if training changes them.
+        they mean; call it before evaluating or saving if training changes them. The model is asked anew which
+        buffers it has: a module may have assigned others.
+
+        Raises:
+            ValueError: the ranks have different buffers; the same message on every rank.
         """
-        for work in [self.comm.broadcast(buffer.data) for buffer in self._buffers]:
+        buffers = list(getattr(self.model, "buffers", tuple)())
+        check_layout("buffer", buffers, self.comm)
+        for work in [self.comm.broadcast(buffer.data) for buffer in buffers]:
             work.wait()
 
+    def check_replicas(self) -> None:
+        """Check that the weights of all ranks are equal, bit by bit. Collective; see `check_every`.
+
+        Raises:
+            RuntimeError: names the first parameter that differs, and where; the same message on every rank.
+        """
+        with self.comm.waiting_for("the fingerprints of all ranks' weights"):
+            check_equal(self.params, self.comm)
+
     def mean(self, value: float) -> float:
-        """Average a number over ranks, weighted as the gradients of the last `hooks`. Collective."""
+        """Average a number over ranks, weighted as the gradients of the last `hooks`.
+
+        Collective: every rank calls it, in the same place of the step, also those that will not print the result.
+        """
         total = np.array([value * self.share])
-        return float(self.comm.allreduce(total).wait()[0])
-
-
-def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: int = 0) -> None:
-    """Overwrite the parameters of every rank with those of `root`. Collective."""
-    params = list(params)
-    # One by one: a rank may have placed them in its flats in an order of its own.
-    for work in [comm.broadcast(p.data, root=root) for p in params]:
-        work.wait()
-    for p in params:
-        p.note_change("broadcast")
-
-
-def check_layout(params: Iterable[Parameter | Buffer], comm: Communicator) -> None:
-    """Check that all ranks have the same parameters, and buffers, in the same order. Collective.
-
-    Raises:
-        ValueError: names the first that differs, and what two ranks have; the same message on every rank.
-    """
-    same_on_all(comm, "parameter", [f"{p.name!r} {p.dtype}{list(p.shape)}" for p in params])
+        with self.comm.waiting_for("ddp.mean(...), which every rank has to call"):
+            return float(self.comm.allreduce(total).wait()[0])
 
 
 def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:

@@ -10,7 +10,8 @@ What a step needs beside the actions is done once, around them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,8 @@ class PipelineExecutor:
             RuntimeError: the last forward has had no backward.
         """
         state = self._open(x, None, has_loss=False, keep_outputs=True, input_grads=input_grads)
-        self._execute(self._forwards_and_backwards(len(state.weights))[0], state)
+        with self._cancelled_on_error():
+            self._execute(self._forwards_and_backwards(len(state.weights))[0], state)
         self._waiting = state
         return self._result(state)
 
@@ -154,9 +156,18 @@ class PipelineExecutor:
         agree(self.comm, lambda: self._take_cotangents(state, cotangents), num_columns=0)
         self._waiting = None
         self._p2p.begin(state.opening.specs)
-        self._start(state, hooks)
-        self._execute(self._forwards_and_backwards(len(state.weights))[1], state)
-        return self._finish(state)
+        return self._run(self._forwards_and_backwards(len(state.weights))[1], state, hooks)
+
+    def cancel(self) -> None:
+        """Give up a `forward` whose backward will not come, and what it keeps. On every rank, or on none.
+
+        After an exception in a step this is done already. A single rank can then go on with the next step; with
+        several, the others may wait for messages of this one, so all have to start again.
+        """
+        self._waiting = None
+        for stage in self.stages:
+            stage.drop_tapes()
+        self.recorder.leave()
 
     # -- programs -----------------------------------------------------------------------------
 
@@ -189,7 +200,8 @@ class PipelineExecutor:
     ) -> StepState:
         if self._waiting is not None and trains:
             raise RuntimeError(
-                "a forward still waits for pipe.backward(): a new pass would use its micro-batches twice"
+                "a forward still waits for pipe.backward(): a new pass would use its micro-batches twice; if none will "
+                "come, call pipe.cancel() on every rank"
             )
         self.recorder.enter("step", "open")
         opening = shake_hands(
@@ -211,7 +223,7 @@ class PipelineExecutor:
         return StepState(opening, weights, weights, readiness, has_loss, keep_outputs, input_grads, trains)
 
     def _infer(self, state: StepState) -> PipelineOutput:
-        with no_grad():
+        with no_grad(), self._cancelled_on_error():
             self._execute(self._forwards_and_backwards(len(state.weights))[0], state)
         return self._result(state)
 
@@ -219,9 +231,21 @@ class PipelineExecutor:
         if self._training is None:  # made without a loss_fn, for sizes that the schedule does not allow; says so
             orders = training_orders(self._schedule, self.comm.size, self.num_microbatches)
             self._training = self._program(orders)
-        self._start(state, hooks)
-        self._execute(self._training, state)
-        return self._finish(state)
+        return self._run(self._training, state, hooks)
+
+    def _run(self, program: Program, state: StepState, hooks: Hooks | None) -> PipelineOutput:
+        with (hooks or Hooks()).told_of_errors(), self._cancelled_on_error():
+            self._start(state, hooks)
+            self._execute(program, state)
+            return self._finish(state)
+
+    @contextmanager
+    def _cancelled_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
 
     def _start(self, state: StepState, hooks: Hooks | None) -> None:
         state.readiness.use((hooks or Hooks()) + self._between_ops())

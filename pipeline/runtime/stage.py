@@ -114,6 +114,11 @@ class PipelineStage(Sequential):
         """How many micro-batches hold activations here."""
         return len(self._tapes)
 
+    def drop_tapes(self) -> None:
+        """Forget every micro-batch whose backward has not been done."""
+        self._tapes.clear()
+        self._deferred.clear()
+
     def param_grads(self) -> dict[str, Array]:
         """Return the gradients by parameter name; zeros where no backward reached."""
         for p in self.parameters():

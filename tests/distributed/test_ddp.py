@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import minigrad as mg
-from distributed import DistributedDataParallel, LocalWorld, SoloCommunicator, broadcast_params
+from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, broadcast_params
 from distributed.data_parallel.comm_hooks import compressed
 from minigrad.flat import zero_grad
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.nn import Module
 from minigrad.optim import SGD, AdamW, Optimizer, Rule
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 NUM_STEPS = 4
 BUCKET_BYTES = 600  # several parameters in a bucket, and several buckets
@@ -656,7 +657,7 @@ def begun(comm: Any) -> tuple[Weights, DistributedDataParallel, Optimizer]:
         (lambda model, ddp, optimizer: mg.backward(model.w * 1.0), r"backward into 'w': .* being reduced .* wait\(\)"),
         (
             lambda model, ddp, optimizer: mg.backward_with_hooks(model.w * 1.0, ddp.hooks(num_samples=1)),
-            r"a new backward before the last one was reduced to the end; call wait\(\)$",
+            r"a new backward before the last one was reduced .*; call wait\(\), or after an exception cancel\(\)$",
         ),
     ],
 )
@@ -811,13 +812,75 @@ def test_buffers_start_as_those_of_rank_0_and_are_each_ranks_own_until_synced(ra
     ranks.run(program)
 
 
+class Running(Module):
+    """A running mean that each forward assigns anew."""
+
+    def __init__(self, param: Any = None) -> None:
+        self.w = mg.Parameter(1.0, "w")
+        self.mean = mg.nn.Buffer(np.zeros(()), "mean")
+
+    def __call__(self, x: Any) -> mg.Tensor:
+        data = x.data if isinstance(x, mg.Tensor) else x
+        self.mean = mg.nn.Buffer(0.9 * self.mean.data + 0.1 * data.mean(), "mean")
+        return x * self.w
+
+
+def test_a_buffer_that_is_assigned_anew_is_the_one_that_is_synced(ranks):
+    def program(comm):
+        model = Running()
+        ddp = DistributedDataParallel(model, comm)
+        reduced_backward(ddp, model(np.full(2, 10.0 * (comm.rank + 1))).sum())
+        assert model.mean.data == pytest.approx(comm.rank + 1.0)
+        ddp.sync_buffers()
+        assert model.mean.data == pytest.approx(1.0)
+        assert model.state_dict()["mean"] == pytest.approx(1.0)
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 4)
+def test_buffers_of_stages_are_broadcast_and_synced_as_those_of_a_module_are(ranks):
+    def program(comm):
+        mesh = Mesh(comm, dp=2, pp=comm.size // 2)
+        schedule = SCHEDULES["1f1b"]
+        layers = [(f"running{i}", Running) for i in range(mesh.pp.size)]
+        stages = PipelineStage.of(layers, mesh.pp, schedule, dtype=np.float64)
+        (stage,) = stages
+        (running,) = stage.layers
+        running.w.name = f"w{mesh.pp.rank}"
+        running.mean.data = float(comm.rank)
+        ddp = DistributedDataParallel(stages, mesh.dp)
+        assert running.mean.data == mesh.pp.rank  # that of the first replica
+        pipe = PipelineExecutor(stages, mesh.pp, schedule, num_microbatches=2, loss_fn=lambda output, y: output.mean())
+        pipe.step(np.full(4, comm.rank + 1.0), np.zeros(4), hooks=ddp.hooks(num_samples=4))
+        ddp.wait()
+        ddp.sync_buffers()
+        return running.mean.data.item()
+
+    means = ranks.run(program)
+    assert means[: ranks.size // 2] == means[ranks.size // 2 :]
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_differ_at_a_sync_are_an_error_on_all(ranks):
+    def program(comm):
+        model = Tabled(0.0)
+        ddp = DistributedDataParallel(model, comm)
+        if comm.rank == 1:
+            model.table = mg.nn.Buffer(np.zeros(3), "table")
+        with pytest.raises(ValueError, match=r"buffer 0 is 'table' float64\[2\] on rank 0 and 'table' float64\[3\] on"):
+            ddp.sync_buffers()
+
+    ranks.run(program)
+
+
 def test_buffers_of_another_shape_are_an_error_on_all(ranks):
     def program(comm):
         return error_of_construction(comm, Tabled(0.0, shape=(2 + (comm.rank == comm.size - 1),)))
 
     if ranks.size > 1:
-        difference = f"parameter 1 is 'table' float64[2] on rank 0 and 'table' float64[3] on rank {ranks.size - 1}"
-        rule = "all ranks need the same parameters in the same order, but"
+        difference = f"buffer 0 is 'table' float64[2] on rank 0 and 'table' float64[3] on rank {ranks.size - 1}"
+        rule = "all ranks need the same buffers in the same order, but"
         assert ranks.run(program) == [f"{rule} {difference}"] * ranks.size
 
 

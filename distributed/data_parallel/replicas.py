@@ -1,0 +1,68 @@
+"""Replicas: copies of a model on several ranks, made equal at the start and checked for being so later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from distributed.agreement import same_on_all
+from distributed.comm.communicator import Array, Communicator
+from minigrad.backend import xp_of
+from minigrad.nn import Buffer
+from minigrad.parameter import Parameter
+
+
+def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: int = 0) -> None:
+    """Overwrite the parameters of every rank with those of `root`. Collective."""
+    params = list(params)
+    # One by one: a rank may have placed them in its flats in an order of its own.
+    for work in [comm.broadcast(p.data, root=root) for p in params]:
+        work.wait()
+    for p in params:
+        p.note_change("broadcast")
+
+
+def check_layout(noun: str, tensors: Iterable[Parameter | Buffer], comm: Communicator) -> None:
+    """Check that all ranks have the same parameters, or buffers, in the same order. Collective.
+
+    Args:
+        noun: of one of them, for the error.
+    Raises:
+        ValueError: names the first that differs, and what two ranks have; the same message on every rank.
+    """
+    same_on_all(comm, noun, [f"{tensor.name!r} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors])
+
+
+def check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
+    """Check that the values of all ranks are equal, bit by bit. Collective.
+
+    One number for each parameter is compared, the sum of its bits taken as integers: it costs one look at the
+    weights and one small message.
+
+    Args:
+        params: the same ones on every rank, in the same order.
+    Raises:
+        RuntimeError: names the first parameter that differs, and where; the same message on every rank.
+    """
+    own = np.array([fingerprint(p.data) for p in params], np.uint64)
+    by_rank = comm.allgather(own).wait()
+    differs = by_rank != by_rank[0]
+    if not differs.any():
+        return
+    drifted = np.flatnonzero(differs.any(axis=0))
+    ranks = np.flatnonzero(differs[:, drifted[0]])
+    raise RuntimeError(
+        f"replicas have drifted apart: {len(drifted)} of {len(params)} parameters, the first of them "
+        f"{params[drifted[0]].label}, which on rank {', '.join(map(str, ranks))} differs from rank 0's. "
+        "Gradients were used that no wait() had averaged, or weights were changed on some ranks only"
+    )
+
+
+def fingerprint(array: Array) -> int:
+    """Return a number that changes, but for rare chance, when any bit of `array` does: the sum of its words, mod 2^64.
+
+    Computed where the array lies, GPU or host; the same bits give the same number on both.
+    """
+    words = xp_of(array).ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+    return int(words.sum(dtype=np.uint64))
