@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,11 +15,14 @@ from distributed.comm.communicator import Communicator
 from distributed.comm.solo import SoloCommunicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
-from distributed.data_parallel.ddp import DistributedDataParallel, broadcast_params
+from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.data_parallel.replicas import broadcast_params
 from minigrad.backprop import backward_with_grad, reached_parameters
 from minigrad.hooks import Hooks
 from minigrad.nn import Module
 from minigrad.optim import AdamW, LearningRate, Optimizer, clip_by_global_norm
+from minigrad.parameter import Parameter
+from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
 from minigrad.tensor import Tensor
 
 
@@ -28,8 +33,9 @@ class TrainingConfig:
     Attributes:
         learning_rate: a number, or a function of the step.
         weight_decay: of AdamW, on weights with two or more axes.
-        grad_accum_steps: losses whose gradients are averaged for one step, over equal numbers of samples each.
+        grad_accum_steps: losses whose gradients are averaged for one step; each weighs by its number of samples.
         max_grad_norm: gradients are clipped to this global norm; infinity does not clip.
+        max_skipped_in_a_row: steps that are not finite and may be left out one after the other: see `StepGuard`.
     Raises:
         ValueError: grad_accum_steps is below 1, or max_grad_norm is not positive.
     """
@@ -38,6 +44,7 @@ class TrainingConfig:
     weight_decay: float = 0.01
     grad_accum_steps: int = 1
     max_grad_norm: float = math.inf
+    max_skipped_in_a_row: int = MAX_SKIPPED_IN_A_ROW
 
     def __post_init__(self) -> None:
         if self.grad_accum_steps < 1:
@@ -52,11 +59,12 @@ class TrainingMetrics:
 
     Attributes:
         step: its number, from 0.
-        loss: mean over all ranks and accumulated losses.
-        grad_norm: of the whole model, before clipping. Where it is not finite the step was skipped.
+        loss: mean over the samples of all ranks and accumulated losses.
+        grad_norm: of the whole model, before clipping.
         learning_rate: that it was taken with.
         tokens_per_second: of all ranks, since the last step ended; 0 where no tokens were counted.
         exposed_comm_seconds: that this rank spent waiting for messages with nothing to compute.
+        num_skipped: steps so far, this one too, whose loss or gradient was not finite, and which were not taken.
     """
 
     step: int
@@ -65,15 +73,41 @@ class TrainingMetrics:
     learning_rate: float
     tokens_per_second: float
     exposed_comm_seconds: float
+    num_skipped: int = 0
+
+
+@dataclass
+class _Accumulated:
+    """What the losses of the step under way have brought so far.
+
+    Attributes:
+        num_samples: of each loss; a loss weighs by its own over the first one's.
+        loss_sum: of all samples.
+        num_tokens: of all losses.
+    """
+
+    num_samples: list[int] = field(default_factory=list)
+    loss_sum: float = 0.0
+    num_tokens: int = 0
 
 
 class Trainer(ABC):
     """A model, its replicas and its optimizer. Making one is collective.
 
+        for x, y in batches:
+            metrics = trainer.backward_and_step(loss_fn(model(x), y), num_samples=len(x))
+        metrics = trainer.end_step()        # with what is left, where losses are accumulated
+
+    A step whose loss or gradient norm is infinite or nan is skipped on all ranks alike, and counted.
+
+    After an exception, Ctrl-C included, the step under way is given up as a whole, accumulated losses too, and a
+    single rank goes on with the next one. Of several ranks, those that had it call `cancel` first: see
+    `DistributedDataParallel.cancel`.
+
     Args:
         model: trained in place with AdamW.
         comm: the ranks that hold replicas.
-        bucket_bytes, comm_hook: see `GradientBucketManager`.
+        bucket_bytes, comm_hook, check_every: see `DistributedDataParallel`.
 
     Attributes:
         global_step: number of steps so far, skipped ones too.
@@ -87,19 +121,27 @@ class Trainer(ABC):
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook = allreduce,
+        check_every: int = 0,
     ) -> None:
         self.config = config
-        self.ddp = DistributedDataParallel(model, comm, bucket_bytes=bucket_bytes, comm_hook=comm_hook)
+        self.ddp = DistributedDataParallel(
+            model, comm, bucket_bytes=bucket_bytes, comm_hook=comm_hook, check_every=check_every
+        )
         rule = AdamW(config.learning_rate, weight_decay=config.weight_decay)
         self.optimizer = Optimizer(model.parameters(), rule)
         self.global_step = 0
-        self._losses: list[float] = []  # of the step that is being accumulated
-        self._num_samples = self._num_tokens = 0
+        self.guard = StepGuard(config.max_skipped_in_a_row)
+        self._open = _Accumulated()
         self._last_end = time.perf_counter()
 
     @property
     def num_buckets(self) -> int:
         return self.ddp.buckets.num_buckets
+
+    @property
+    def num_accumulated(self) -> int:
+        """How many losses the step under way has; 0 between two steps."""
+        return len(self._open.num_samples)
 
     @property
     def communicator(self) -> Communicator:
@@ -117,65 +159,121 @@ class Trainer(ABC):
 
         Args:
             loss: the mean over this rank's samples.
-            num_samples: how many they are: ranks weigh by it. Equal by default.
+            num_samples: how many they are: ranks and accumulated losses weigh by it. Equal by default.
             num_tokens: for the speed.
         Returns:
             None while gradients are accumulated.
+        Raises:
+            ValueError: num_samples is below 1.
+            FloatingPointError: too many steps in a row were not finite; the same on every rank.
         """
-        self._losses.append(loss.item())
-        self._num_samples += num_samples
-        self._num_tokens += num_tokens
-        part = 1 / self.config.grad_accum_steps
-        if len(self._losses) < self.config.grad_accum_steps:
-            backward_with_grad(loss, part)
-            return None
-        self._reduce(loss, part, self.ddp.hooks(num_samples=self._num_samples))
-        return self._step()
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        with self._given_up_on_error():
+            if self.num_accumulated + 1 < self.config.grad_accum_steps:
+                backward_with_grad(loss, self._add(loss, num_samples, num_tokens))
+                return None
+            weight = self._add(loss, num_samples, num_tokens)
+            hooks = self.ddp.hooks(num_samples=sum(self._open.num_samples), mean_over=self._open.num_samples[0])
+            self._reduce(loss, weight, hooks)
+            return self._step()
+
+    def end_step(self) -> TrainingMetrics | None:
+        """Step with the losses accumulated so far, as at the end of an epoch, where the last group may not be full.
+
+        Collective: every rank calls it, or is at the last loss of this step. Each rank needs a loss in the group.
+
+        Returns:
+            None where no rank has a loss of a step under way.
+        Raises:
+            ValueError: some ranks have losses and others have none; the same message on every rank.
+        """
+        with self._given_up_on_error():
+            counts = self.ddp.count_samples(sum(self._open.num_samples))
+            if not any(counts):
+                return None
+            hooks = self.ddp.hooks_for(
+                counts, mean_over=self._open.num_samples[0] if any(self._open.num_samples) else 1
+            )
+            _mark_ready([p for p in self.ddp.params if p.grad is not None], hooks)
+            return self._step()
+
+    def cancel(self) -> None:
+        """Give up the step under way, its accumulated losses and its gradients: the next loss begins a new one.
+
+        On several ranks, those call it that had an exception and go on: see `DistributedDataParallel.cancel`.
+        """
+        self.ddp.cancel()
+        self.optimizer.zero_grad()
+        self._open = _Accumulated()
+
+    def _add(self, loss: Tensor, num_samples: int, num_tokens: int) -> float:
+        """Take a loss into the step; return its weight: the first loss has 1, so that a single one is not scaled."""
+        step = self._open
+        step.num_samples.append(num_samples)
+        step.loss_sum += loss.item() * num_samples
+        step.num_tokens += num_tokens
+        return num_samples / step.num_samples[0]
 
     def _step(self) -> TrainingMetrics:
         before_wait = time.perf_counter()
         self.ddp.wait()
         exposed = time.perf_counter() - before_wait
+        own = self._open
+        sums = np.array([own.loss_sum / sum(own.num_samples) * self.ddp.share, own.num_tokens])
+        loss, num_tokens = self.ddp.comm.allreduce(sums).wait().tolist()
         norm = clip_by_global_norm(self.ddp.params, self.config.max_grad_norm)
         learning_rate = self.optimizer.lr
-        if math.isfinite(norm):  # the same number on every rank, since the averaged gradients are
+        if self.guard.allows(norm, loss):  # the same numbers on every rank
             self.optimizer.step()
         self.optimizer.zero_grad()
-        loss = sum(self._losses) / len(self._losses)
-        sums = np.array([loss * self.ddp.share, self._num_tokens])
-        mean_loss, num_tokens = self.ddp.comm.allreduce(sums).wait().tolist()
         now = time.perf_counter()
         speed = num_tokens / (now - self._last_end)
-        metrics = TrainingMetrics(self.global_step, mean_loss, norm, learning_rate, speed, exposed)
+        metrics = TrainingMetrics(self.global_step, loss, norm, learning_rate, speed, exposed, self.guard.num_skipped)
         self.global_step += 1
-        self._losses = []
-        self._num_samples = self._num_tokens = 0
+        self._open = _Accumulated()
         self._last_end = now
         return metrics
 
+    @contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        """Give the step up if what runs inside the `with` fails, unless other ranks count on this one's part in it."""
+        try:
+            yield
+        except BaseException:
+            if self.ddp.comm.size == 1 or not self.ddp.is_awaited:
+                self.cancel()
+            raise
+
     @abstractmethod
-    def _reduce(self, loss: Tensor, part: float, hooks: Hooks) -> None:
-        """Run the backward, weighted by `part`, and launch every bucket."""
+    def _reduce(self, loss: Tensor, weight: float, hooks: Hooks) -> None:
+        """Run the backward, weighted, and launch every bucket."""
+
+
+def _mark_ready(params: Sequence[Parameter], hooks: Hooks) -> None:
+    """Reduce gradients that are all there already."""
+    assert hooks.on_start is not None
+    assert hooks.on_grad_ready is not None
+    hooks.on_start(params)
+    for p in params:
+        hooks.on_grad_ready(p)
 
 
 class DistributedTrainer(Trainer):
     """Reduces after the backward: nothing overlaps. The plain form, to measure the other against."""
 
-    def _reduce(self, loss: Tensor, part: float, hooks: Hooks) -> None:
+    def _reduce(self, loss: Tensor, weight: float, hooks: Hooks) -> None:
         reached = reached_parameters(loss)
-        backward_with_grad(loss, part)
-        assert hooks.on_start is not None
-        assert hooks.on_grad_ready is not None
-        hooks.on_start(reached)
-        for p in reached:
-            hooks.on_grad_ready(p)
+        with hooks.told_of_errors():
+            backward_with_grad(loss, weight)
+            _mark_ready(reached, hooks)
 
 
 class BucketedTrainer(Trainer):
     """Reduces inside the backward: each bucket travels while the rest computes."""
 
-    def _reduce(self, loss: Tensor, part: float, hooks: Hooks) -> None:
-        backward_with_grad(loss, part, hooks=hooks)
+    def _reduce(self, loss: Tensor, weight: float, hooks: Hooks) -> None:
+        backward_with_grad(loss, weight, hooks=hooks)
 
 
 class SimpleTrainer(DistributedTrainer):

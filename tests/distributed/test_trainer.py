@@ -10,6 +10,7 @@ from test_ddp import BUCKET_BYTES, RECIPES, log_launches, logged_product, loss_o
 
 import minigrad as mg
 from distributed import SoloCommunicator
+from distributed.data_parallel import trainer as trainer_module
 from distributed.data_parallel.trainer import BucketedTrainer, DistributedTrainer, SimpleTrainer, TrainingConfig
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import MLP
@@ -222,3 +223,140 @@ def test_one_process_needs_no_communicator():
 def test_wrong_configurations_are_refused(wrong, rule):
     with pytest.raises(ValueError, match=rule):
         TrainingConfig(**wrong)
+
+
+class Line(Module):
+    """w x, whose gradient is the mean of x."""
+
+    def __init__(self):
+        self.w = mg.Parameter(1.0, "w")
+
+    def __call__(self, x):
+        return (self.w * np.asarray(x, float)).mean()
+
+
+def steps_of(trainer, groups, num_parts):
+    """Feed groups of micro-batches; return loss and gradient norm of each step."""
+    found = []
+    for group in groups:
+        for part in group:
+            metrics = trainer.backward_and_step(trainer.ddp.model(part), num_samples=len(part))
+            if metrics is not None:
+                found.append(metrics)
+        if len(group) < num_parts:
+            assert trainer.num_accumulated == len(group)
+            found.append(trainer.end_step())
+        assert trainer.num_accumulated == 0
+    return [(m.step, m.loss, m.grad_norm) for m in found]
+
+
+UNEVEN = [
+    [[[1.0, 2, 3], [10.0]]],
+    [[[1.0], [2.0, 3]], [[10.0], [10.0]]],
+    [[[1.0], [2.0, 3]], [[10.0], [10.0]], [[4.0, 1], [2.0, 2, 2, 2]]],
+]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.ranks(2, 3)
+def test_accumulated_losses_weigh_by_their_samples(ranks, kind):
+    by_rank = UNEVEN[ranks.size - 1]
+    means = [np.mean([x for rank in by_rank for part in rank for x in part]), 7.0]
+
+    def program(comm):
+        trainer = kind(Line(), comm, TrainingConfig(1e-9, grad_accum_steps=2))
+        return steps_of(trainer, [by_rank[comm.rank], [[7.0], [7.0]]], 2)
+
+    for found in ranks.run(program):
+        np.testing.assert_allclose(found, [(step, mean, mean) for step, mean in enumerate(means)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [SimpleTrainer, *TRAINERS])
+def test_in_one_process_they_weigh_so_too_and_the_last_group_may_be_short(kind):
+    comm = () if kind is SimpleTrainer else (SoloCommunicator(),)
+    trainer = kind(Line(), *comm, TrainingConfig(1e-9, grad_accum_steps=2))
+    assert trainer.end_step() is None
+    found = steps_of(trainer, [UNEVEN[0][0], [[3.0], [5.0]], [[2.0, 6.0, 4.0]]], 2)
+    np.testing.assert_allclose(found, [(0, 4, 4), (1, 4, 4), (2, 4, 4)], rtol=1e-6)
+    assert (trainer.end_step(), trainer.global_step) == (None, 3)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.ranks(2, 3)
+def test_a_short_group_meets_the_last_loss_of_a_full_one(ranks, kind):
+    def program(comm):
+        trainer = kind(Line(), comm, TrainingConfig(1e-9, grad_accum_steps=2))
+        parts = [[1.0, 2, 3], [10.0]] if comm.rank == 0 else [[4.0, 4.0]]
+        return [*steps_of(trainer, [parts], 2), trainer.end_step()]
+
+    mean = (16 + 8 * (ranks.size - 1)) / (4 + 2 * (ranks.size - 1))
+    for (step, loss, norm), nothing in ranks.run(program):
+        assert (step, loss, norm, nothing) == (0, pytest.approx(mean), pytest.approx(mean), None)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_with_nothing_in_the_last_group_is_an_error_on_all(ranks):
+    def program(comm):
+        trainer = BucketedTrainer(Line(), comm, TrainingConfig(grad_accum_steps=2))
+        if comm.rank > 0:
+            trainer.backward_and_step(trainer.ddp.model([1.0, 2.0]), num_samples=2)
+        with pytest.raises(ValueError, match=r"every rank needs num_samples of at least 1, got \[0, 2"):
+            trainer.end_step()
+        assert trainer.num_accumulated == 0
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_on_one_rank_is_skipped_and_counted_on_all(ranks, kind, bad, where):
+    def program(comm):
+        trainer = kind(Line(), comm, TrainingConfig(0.1, max_grad_norm=1.0, max_skipped_in_a_row=2))
+        w = trainer.ddp.model.w
+
+        def step(value):
+            mine = value if comm.rank == comm.size - 1 else 1.0
+            loss = w.sum() + mine if where == "loss" else w.sum() * mine
+            return trainer.backward_and_step(loss)
+
+        skipped = []
+        for value in (1.0, bad, bad, 2.0, bad):
+            before = w.data.copy()
+            skipped.append(step(value).num_skipped)
+            assert (w.data == before) == (value is bad)
+            assert np.isfinite(w.data)
+        assert skipped == [0, 1, 2, 2, 3]
+        step(bad)
+        with pytest.raises(FloatingPointError, match="no more than 2 steps in a row are skipped"):
+            step(bad)
+        assert (trainer.optimizer.num_steps, np.isfinite(w.data)) == (2, True)
+
+    with np.errstate(invalid="ignore"):
+        ranks.run(program)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_speed_is_that_of_all_ranks(ranks, kind, monkeypatch):
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: 0.0)  # no time passes but in the trainer's past
+
+    def program(comm):
+        trainer = kind(Line(), comm, TrainingConfig(grad_accum_steps=2))
+        speeds = []
+        for _ in range(2):
+            trainer._last_end = -0.5
+            for part in ([1.0], [2.0]):
+                metrics = trainer.backward_and_step(trainer.ddp.model(part), num_tokens=10 * (comm.rank + 1))
+            speeds.append(metrics.tokens_per_second)
+        return speeds
+
+    speed = 2 * 10 * sum(range(1, ranks.size + 1)) / 0.5
+    assert ranks.run(program) == [[speed, speed]] * ranks.size
+
+
+@pytest.mark.parametrize("num_samples", [0, -3])
+def test_a_loss_of_no_samples_is_refused_before_any_work(num_samples):
+    trainer = SimpleTrainer(Line(), TrainingConfig())
+    with pytest.raises(ValueError, match=f"num_samples must be at least 1, got {num_samples}"):
+        trainer.backward_and_step(trainer.ddp.model([1.0]), num_samples=num_samples)
+    assert trainer.ddp.model.w.grad is None
