@@ -7,6 +7,8 @@ takes a second.
 from __future__ import annotations
 
 import os
+import stat
+import sys
 from collections.abc import Mapping
 
 from distributed.comm.communicator import Communicator
@@ -16,6 +18,9 @@ from distributed.comm.topology import describe_places, this_place
 # How launchers tell a process its rank: Open MPI; srun --mpi=pmix; MPICH, Intel MPI and srun --mpi=pmi2.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# What tells one launch from another: the job and the rank, or the socket to the launcher.
+_LAUNCH_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
+_RANK_PROCESS = "MINIGRAD_RANK_PROCESS"  # which process is the rank of a launch, for those that it starts
 _CHECK_VARIABLE = "MINIGRAD_CHECK_COLLECTIVES"
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
@@ -31,7 +36,8 @@ def world(
     """Return the communicator of all ranks of this job.
 
     Collective. Under MPI it also makes an uncaught exception on any rank end the job, so call it early: until then
-    it is left to the launcher to end the other ranks, which Open MPI's does and MPICH's does not.
+    it is left to the launcher to end the other ranks, which Open MPI's does and MPICH's does not. A script that a rank
+    starts is no rank of the job but a single one, unless it has a launcher of its own.
 
     Args:
         synchronous_sends: no send completes before its receive is posted; shows programs that rely on buffering.
@@ -42,6 +48,8 @@ def world(
         check_collectives: ranks compare each collective before it starts; where they make different ones, all raise
             RuntimeError with both calls and their lines. Costs one small message a call. By default as the environment
             says: MINIGRAD_CHECK_COLLECTIVES=1. `LocalWorld` always compares.
+    Raises:
+        RuntimeError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs.
     """
     if not launched_by_mpi():
         return SoloCommunicator()
@@ -55,7 +63,15 @@ def world(
         progress_thread=progress_thread,
         check_collectives=_environment_flag(_CHECK_VARIABLE) if check_collectives is None else check_collectives,
     )
-    return mpi_world(settings)
+    os.environ[_RANK_PROCESS] = f"{os.getpid()} {_launch(os.environ)}"
+    comm = mpi_world(settings)
+    size = launcher_size()
+    if comm.size == 1 and size is not None and size > 1:
+        raise RuntimeError(
+            f"ranks need the launcher of their own MPI, but {_launcher(os.environ)} started {size} ranks and each is "
+            f"alone in {comm.library}, which mpi4py loads"
+        )
+    return comm
 
 
 def _environment_flag(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -66,10 +82,38 @@ def _environment_flag(variable: str, environ: Mapping[str, str] = os.environ) ->
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an MPI launcher (mpirun, mpiexec, srun) started this process."""
+    """Return whether an MPI launcher (mpirun, mpiexec, srun) started this process, and not one of its ranks."""
+    if _started_by_a_rank(environ):
+        return False
     # A Slurm step of one task may be a person's interactive shell, and needs no MPI either way.
     in_slurm_step = int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
     return in_slurm_step or any(variable in environ for variable in _RANK_VARIABLES)
+
+
+def _started_by_a_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether this process has the launcher's variables from a rank, whose place in MPI it must not take."""
+    pid, _, launch = environ.get(_RANK_PROCESS, "").partition(" ")
+    if not pid or int(pid) == os.getpid() or launch != _launch(environ):
+        return False  # a rank, perhaps of a launcher that a rank has started
+    forked = int(pid) == os.getppid() and "mpi4py.MPI" in sys.modules
+    return forked or not _is_socket(environ.get("PMI_FD"))  # their numbers may repeat; who starts a script closes them
+
+
+def _is_socket(descriptor: str | None) -> bool:
+    try:
+        return descriptor is not None and stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
+    except OSError:
+        return False
+
+
+def _launch(environ: Mapping[str, str]) -> str:
+    return ",".join(environ.get(variable, "") for variable in _LAUNCH_VARIABLES)
+
+
+def _launcher(environ: Mapping[str, str]) -> str:
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return "Open MPI's mpirun"
+    return "a launcher of MPICH's kind (PMI_SIZE)" if "PMI_SIZE" in environ else "srun"
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:

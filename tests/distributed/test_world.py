@@ -1,10 +1,13 @@
 """Which world a process finds itself in, told from a launcher's environment."""
 
+import os
 import re
+import socket
 import subprocess
 import sys
 
 import pytest
+from jobs import MPIRUN, needs_mpirun, run_job
 
 from distributed import LocalWorld, SoloCommunicator, describe, launched_by_mpi, launcher_rank, local_rank, world
 from distributed.comm.world import launcher_size
@@ -83,3 +86,91 @@ def test_description_of_worlds_without_mpi():
 )
 def test_local_rank(environ, rank):
     assert local_rank(environ) == rank
+
+
+MPIRUN_2 = {"PMIX_NAMESPACE": "job-1", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+HYDRA_2 = {"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch", "launched"),
+    [
+        (MPIRUN_2, "job-1,0,,,,,", False),
+        (MPIRUN_2 | {"PMIX_NAMESPACE": "job-2"}, "job-1,0,,,,,", True),  # an mpirun that a rank started
+        (HYDRA_2, ",,9,,0,,", False),
+        (HYDRA_2 | {"PMI_FD": "11"}, ",,9,,0,,", True),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "1", "SLURM_PROCID": "2"}, ",,,,,1,2", False),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "2", "SLURM_PROCID": "2"}, ",,,,,1,2", True),
+    ],
+)
+def test_what_a_rank_starts_is_no_rank(environ, launch, launched):
+    rank = 4_194_305  # no process has this number
+    assert launched_by_mpi(environ)
+    assert launched_by_mpi(environ | {"MINIGRAD_RANK_PROCESS": f"{os.getpid()} {launch}"})  # the rank itself
+    assert launched_by_mpi(environ | {"MINIGRAD_RANK_PROCESS": f"{rank} {launch}"}) is launched
+
+
+def test_mpich_hands_its_ranks_a_socket():
+    with socket.socket() as end:
+        environ = HYDRA_2 | {"PMI_FD": str(end.fileno())}
+        assert launched_by_mpi(environ | {"MINIGRAD_RANK_PROCESS": f"1 ,,{end.fileno()},,0,,"})
+
+
+@needs_mpirun
+def test_a_script_that_a_rank_starts_is_alone_and_harms_nobody(tmp_path):
+    """It has the launcher's variables, so it took the rank's place in MPI: both hung. open-mpi/ompi#3158"""
+    (tmp_path / "evaluate.py").write_text(
+        "from distributed import launcher_rank, world\n"
+        "comm = world(timeout_seconds=10)\n"
+        "comm.barrier()\n"
+        "print('evaluated on', comm.size, 'as', launcher_rank(), flush=True)\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, subprocess, sys\n"
+        "from distributed import world\n"
+        "comm = world(timeout_seconds=30)\n"
+        "if comm.rank == 1:\n"
+        "    subprocess.run([sys.executable, 'evaluate.py'], check=True, timeout=20)\n"
+        "    fork = multiprocessing.get_context('fork')\n"
+        "    process = fork.Process(target=lambda: print('forked on', world().size, flush=True))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "comm.barrier()\n"
+        "print('trained', flush=True)\n"
+    )
+    result = run_job(["train.py"], ranks=2, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["evaluated on 1 as 0", "forked on 1", "trained", "trained"]
+
+
+@needs_mpirun
+def test_a_rank_may_start_a_job_of_its_own(tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import subprocess, sys\n"
+        "from distributed import world\n"
+        "comm = world(timeout_seconds=30)\n"
+        f"command = [{MPIRUN!r}, '-n', '2', sys.executable, 'job.py', 'inner']\n"
+        "if len(sys.argv) == 1:\n"
+        "    subprocess.run(command, check=True, timeout=30)\n"
+        "comm.barrier()\n"
+        "print(*sys.argv[1:], comm.size, flush=True)\n"
+    )
+    result = run_job(["job.py"], ranks=1, cwd=tmp_path)
+    assert sorted(result.stdout.split()) == ["1", "2", "2", "inner", "inner"], result.stderr
+
+
+@needs_mpirun
+def test_a_launcher_of_another_mpi_is_an_error(tmp_path, monkeypatch):
+    """Each process would train for itself: every line twice, and exit status 0. mpi4py#155"""
+    version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=True).stdout
+    if "Open MPI" not in version:
+        pytest.skip("MPICH ends such a process itself")
+    for name, value in {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "9"}.items():  # as MPICH's mpiexec starts it
+        monkeypatch.setenv(name, value)
+    result = run_job(["-c", "from distributed import world; world()"], ranks=None, cwd=tmp_path)
+    assert result.returncode != 0
+    rule = (
+        r"RuntimeError: ranks need the launcher of their own MPI, but a launcher of MPICH's kind \(PMI_SIZE\) "
+        r"started 2 ranks and each is alone in Open MPI v\d.*, which mpi4py loads"
+    )
+    assert re.search(rule, result.stderr)
