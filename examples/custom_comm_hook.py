@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.command_line import or_fail, read_settings
+from common.command_line import read_settings, run_script
 from common.digits import accuracy, load_digits
 from common.run import Run
 from common.settings import DigitsSettings, flag
@@ -78,7 +78,7 @@ class LargestOnly:
 
 def main() -> None:
     settings = read_settings(HookSettings, __doc__)
-    train, validation = or_fail(load_digits)
+    train, validation = load_digits()
     comm = world()
     run = Run(settings, comm)
 
@@ -107,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,7 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it
 
 import numpy as np
 
-from common.command_line import or_fail, read_settings
+from common.command_line import read_settings, run_script
 from common.digits import accuracy, load_digits
 from common.run import Run
 from common.settings import DigitsSettings
@@ -38,7 +38,7 @@ def squared_relu(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 def main() -> None:
     settings = read_settings(DigitsSettings, __doc__)
-    train, validation = or_fail(load_digits)
+    train, validation = load_digits()
     check_vjp(squared_relu, np.random.default_rng(settings.seed).standard_normal((4, 5)))
     comm = world()
     run = Run(settings, comm)
@@ -68,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -17,7 +17,7 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-from common.command_line import or_fail, read_settings
+from common.command_line import read_settings, run_script
 from common.proof import proved
 from common.run import Run
 from common.settings import PipelineSettings
@@ -42,9 +42,9 @@ def eager_one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[
 def main() -> None:
     settings = read_settings(PipelineSettings, __doc__)
     schedule = Schedule("eager_1f1b", eager_one_f_one_b)
-    timeline = or_fail(lambda: proved(schedule, settings, launcher_size() or world().size))
-    tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
-    train, _ = or_fail(lambda: split(tokens, context=settings.context))
+    timeline = proved(schedule, settings, launcher_size() or world().size)
+    tokens = load_tokens(settings.text, vocab_size=settings.vocab)
+    train, _ = split(tokens, context=settings.context)
     comm = world()
     run = Run(settings, comm, samples="tokens", size=settings.context, loss_unit="nats a token")
     run.say(draw(timeline))
@@ -74,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,7 +12,7 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-from common.command_line import or_fail, read_settings
+from common.command_line import read_settings, run_script
 from common.run import Run
 from common.settings import HybridSettings
 from common.text import load_tokens, split
@@ -26,8 +26,8 @@ from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 def main() -> None:
     settings = read_settings(HybridSettings, __doc__)
-    tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
-    train, _ = or_fail(lambda: split(tokens, context=settings.context))
+    tokens = load_tokens(settings.text, vocab_size=settings.vocab)
+    train, _ = split(tokens, context=settings.context)
     comm = world()
     mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
     run = Run(settings, comm, samples="tokens", size=settings.context, loss_unit="nats a token")
@@ -60,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

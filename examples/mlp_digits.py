@@ -13,7 +13,7 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-from common.command_line import or_fail, read_settings
+from common.command_line import read_settings, run_script
 from common.digits import accuracy, load_digits
 from common.run import Run
 from common.settings import DigitsSettings
@@ -26,7 +26,7 @@ from minigrad.optim import AdamW, Optimizer
 
 def main() -> None:
     settings = read_settings(DigitsSettings, __doc__)
-    train, validation = or_fail(load_digits)
+    train, validation = load_digits()
     comm = world()
     run = Run(settings, comm)
 
@@ -53,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,7 +20,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_line import or_fail, read_settings
+from common.command_line import read_settings, run_script
 from common.proof import proved
 from common.run import Run
 from common.settings import PipelineSettings, flag
@@ -44,10 +44,10 @@ class FileSettings(PipelineSettings):
 
 def main() -> None:
     settings = read_settings(FileSettings, __doc__)
-    schedule = or_fail(lambda: read_schedule(settings.schedule_file))
-    timeline = or_fail(lambda: proved(schedule, settings, launcher_size() or world().size))
-    tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
-    train, _ = or_fail(lambda: split(tokens, context=settings.context))
+    schedule = read_schedule(settings.schedule_file)
+    timeline = proved(schedule, settings, launcher_size() or world().size)
+    tokens = load_tokens(settings.text, vocab_size=settings.vocab)
+    train, _ = split(tokens, context=settings.context)
     comm = world()
     run = Run(settings, comm, samples="tokens", size=settings.context, loss_unit="nats a token")
     run.say(f"{draw(timeline)}\nthe bubble is {timeline.bubble_fraction:.1%} of the ideal time")
@@ -86,4 +86,4 @@ def read_schedule(path: str) -> Schedule:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -10,13 +10,14 @@ The same flags besides --dp and --pp give the same model, up to rounding, in eve
 `kill -TERM`, by `kill -9` or by a power cut, goes on with --resume auto, in any layout.
 """
 
+import math
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
 import numpy as np
 
-from common.command_line import or_fail, read_settings
+from common.command_line import read_settings, run_script
 from common.run import Run
 from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
@@ -29,6 +30,7 @@ from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import use_precision
+from minigrad.step_guard import StepGuard
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
 
 MAX_GRAD_NORM = 1.0
@@ -38,10 +40,10 @@ SAMPLE_TEMPERATURE = 0.8
 
 def main() -> None:
     settings = read_settings(LayoutSettings, __doc__)
-    tokens = or_fail(lambda: load_tokens(settings.text, vocab_size=settings.vocab))
-    train, validation = or_fail(lambda: split(tokens, context=settings.context, num_windows=settings.num_microbatches))
+    tokens = load_tokens(settings.text, vocab_size=settings.vocab)
+    train, validation = split(tokens, context=settings.context, num_windows=settings.num_microbatches)
     if settings.device == "cuda":
-        or_fail(lambda: use_gpu(local_rank()))
+        use_gpu(local_rank())
     comm = world()
     mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
     run = Run(settings, comm, samples="tokens", size=settings.context, device=settings.device, loss_unit="nats a token")
@@ -67,11 +69,11 @@ def main() -> None:
     ddp = DistributedDataParallel(
         stages,
         mesh.dp,
-        bucket_bytes=int(settings.bucket_mb * 2**20),
+        bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
         comm_hook=pipe.recorder.comm_hook(allreduce),
     )
     if settings.precision != "float32":
-        or_fail(lambda: use_precision(stages.parameters(), settings.precision))
+        use_precision(stages.parameters(), settings.precision)
     batches = TokenBatches(
         train,
         batch_size=settings.batch,
@@ -80,6 +82,8 @@ def main() -> None:
         rank=mesh.dp.rank,
         size=mesh.dp.size,
     )
+
+    guard = StepGuard()
 
     for step in run.steps(stages, optimizer, batches):
         x, y = (place(part, settings.device) for part in batches.next())
@@ -92,17 +96,18 @@ def main() -> None:
             loss = pipe.step(x, y, hooks=hooks)
             ddp.wait()
         grad_norm = clip_by_global_norm(stages, MAX_GRAD_NORM)
-        optimizer.step()
+        if guard.allows(grad_norm):  # the same number on every rank
+            optimizer.step()
         run.log(ddp.mean(loss), grad_norm=grad_norm)
     if run.stopped:
         return
 
     stages.eval()
     loss = validation_loss(pipe, validation, settings, mesh)
-    prompt = validation[: settings.context]
-    sample = write(stages, schedule, prompt, settings, mesh) if mesh.dp.rank == 0 else prompt
     run.end(validation_loss=loss)
     run.say(f"validation loss {loss:.3f} nats a token")
+    prompt = validation[: settings.context]
+    sample = write(stages, schedule, prompt, settings, mesh) if mesh.dp.rank == 0 else prompt
     if settings.vocab == 256:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
         run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
@@ -146,4 +151,4 @@ def as_text(tokens: Array) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -6,27 +6,53 @@ A script sets OPENBLAS_NUM_THREADS before its first import, as NumPy reads it on
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from argparse import BooleanOptionalAction
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
+
 from common.settings import RunSettings, check
-from distributed.checkpoint.files import MANIFEST, CheckpointError, read_manifest
+from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest
 from distributed.comm.world import launcher_rank, launcher_size, world
+from minigrad.json_files import read_json
 
 S = TypeVar("S", bound=RunSettings)
-T = TypeVar("T")
 
 GRACE_SECONDS = 3.0  # more than ranks that start together differ by, on a busy machine
+# What a person can mend without reading the code; everything else keeps its traceback.
+EXPECTED = (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError, CheckpointError)
 RUNS = Path("runs")
 SETTINGS_FILE = "settings.json"
 CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What settings.json and every checkpoint say of a run."""
+
+    script: str
+    settings: dict[str, Any]
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script; what it was given and what it cannot have, such as memory or a file, are one line and exit code 2.
+
+    `python -X dev` shows where it was instead.
+    """
+    try:
+        main()
+    except EXPECTED as error:
+        if sys.flags.dev_mode:
+            raise
+        words = " ".join(str(error).split()) if isinstance(error, MemoryError) else str(error)
+        fail(words or "there is not enough memory", everywhere=False)
 
 
 def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | None = None) -> S:
@@ -47,7 +73,7 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
                 )
         settings = kind(**(saved | {"run": run} | given))
         check(settings, launcher_size() or world().size)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(f"{error} (flags that are not given are as in {where})" if where is not None else str(error))
     return settings
 
@@ -60,20 +86,28 @@ def find_run(run: str | None, resume: str | None) -> tuple[Path | None, str | No
         made.
     Raises:
         ValueError: `resume` names no checkpoint, or `run` holds a run and nothing says that it is to go on.
+        OSError: a name cannot be one of a file.
     """
     if resume == "auto":
         runs = [Path(run)] if run is not None else sorted(RUNS.glob(f"{script_name()}-*"), reverse=True)
-        found = next((folder for folder in runs if (folder / SETTINGS_FILE).is_file()), None)
-        return (None, run) if found is None else (found / SETTINGS_FILE, str(found))
-    if run is not None and (Path(run) / SETTINGS_FILE).is_file():
+        found = next((folder for folder in runs if _settings_in(folder) is not None), None)
+        return (None, run) if found is None else (_settings_in(found), str(found))
+    if run is not None and (_settings_in(Path(run)) is not None or (Path(run) / METRICS).exists()):
         raise ValueError(f"--run {run} holds a run: go on with it by --resume auto, or name another folder")
     if resume is None:
         return None, run
-    if (Path(resume) / SETTINGS_FILE).is_file():
+    if _settings_in(Path(resume)) is not None:
         raise ValueError(f"--resume {resume} is a run and no checkpoint: --run {resume} --resume auto goes on with it")
     if not (Path(resume) / MANIFEST).is_file():
         raise ValueError(f"--resume must be auto or the folder of a checkpoint, got {resume}")
     return Path(resume) / MANIFEST, run
+
+
+def _settings_in(run: Path) -> Path | None:
+    """Return the file that knows the settings of a run: its own, or where that is gone the newest checkpoint's."""
+    if (run / SETTINGS_FILE).is_file():
+        return run / SETTINGS_FILE
+    return next((checkpoint / MANIFEST for checkpoint in complete(run / CHECKPOINTS)), None)
 
 
 def read_saved(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
@@ -85,18 +119,18 @@ def read_saved(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
         ValueError: they are missing, torn, of another script, or not of the types that they should be.
     """
     try:
-        saved = read_manifest(path.parent).state if path.name == MANIFEST else json.loads(path.read_bytes())
-        script, settings = saved["script"], dict(saved["settings"])
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        if path.name == MANIFEST:
+            saved = msgspec.convert(read_manifest(path.parent).state, Saved)
+        else:
+            saved = read_json(path, Saved)
+        # All of them, since a type is asked for where it is declared. What is missing has its default, and is left out.
+        settings = msgspec.convert(saved.settings, kind) if saved.script == script_name() else None
+    except (OSError, ValueError, CheckpointError) as error:
         raise ValueError(f"the settings of a run cannot be read from {path}: {error}") from error
-    if script != script_name():
-        raise ValueError(f"{path} is of a run of {script}, not of {script_name()}")
-    saved = {f.name: settings[f.name] for f in fields(kind) if f.name in settings and not f.metadata["once"]}
-    for f in fields(kind):
-        allowed = (str, NoneType) if f.default is None else (type(f.default),)
-        if f.name in saved and type(saved[f.name]) not in allowed:
-            raise ValueError(f"{path} must say {allowed[0].__name__} for {f.name}, got {saved[f.name]!r}")
-    return saved
+    if settings is None:
+        raise ValueError(f"{path} is of a run of {saved.script}, not of {script_name()}")
+    known = [f.name for f in fields(kind) if f.name in saved.settings and not f.metadata["once"]]
+    return {name: getattr(settings, name) for name in known}
 
 
 def to_save(settings: RunSettings) -> dict[str, Any]:
@@ -112,14 +146,6 @@ def script_name() -> str:
 def flag_of(field_name: str) -> str:
     """Return how a field of the settings is written on the command line."""
     return "--" + field_name.replace("_", "-")
-
-
-def or_fail(read: Callable[[], T]) -> T:
-    """Return what `read` reads; end the run with one line if that cannot be had."""
-    try:
-        return read()
-    except (ValueError, ModuleNotFoundError) as error:
-        fail(str(error), everywhere=False)
 
 
 def fail(message: str, *, everywhere: bool = True) -> NoReturn:

@@ -1,47 +1,29 @@
-"""A run: its folder, what it prints, its checkpoints, and when it ends.
-
-runs/train_gpt-20261128-041500/
-    settings.json       what was chosen, and what --resume starts from
-    metrics.jsonl       one line a step
-    checkpoints/        see distributed/checkpoint/files.py
-    pid                 rank 0's process: `kill -TERM $(cat .../pid)` saves and ends the run
-    summary.json        at the end, with loss.png, throughput.png, exposed_communication.png and timeline.*
-"""
+"""A run: what it prints, what it saves and when, how it goes on, and when it ends. `run_folder.py` has its files."""
 
 from __future__ import annotations
 
-import fcntl
-import json
 import math
 import os
 import sys
 import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
-from common.command_line import CHECKPOINTS, RUNS, SETTINGS_FILE, fail, flag_of, script_name, to_save
-from common.plots import draw_plots, read_metrics
+from common.command_line import CHECKPOINTS, METRICS, Saved, fail, flag_of, to_save
 from common.progress import Progress
+from common.run_folder import RunFolder
 from common.settings import RunSettings
-from distributed import Communicator, ReduceOp, describe
+from distributed import Communicator, ReduceOp, describe, launched_by_mpi
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError, HasTensors
 from distributed.stop import StopRequest
-from minigrad.files import atomic_write
 from minigrad.optim import Optimizer
-from pipeline import PipelineExecutor, perfetto, picture, svg
-from pipeline.schedules.measured import predict, timeline
-
-METRICS = "metrics.jsonl"
-PID = "pid"
-SUMMARY = "summary.json"
-TIMELINE_WIDTH = 900.0  # points
+from pipeline import Event, PipelineExecutor
 
 
 class HasState(Protocol):
@@ -69,7 +51,7 @@ class Run:
         loss_unit: for its plot.
     Attributes:
         folder: of this run.
-        stopped: whether a signal ended it before its last step.
+        stopped: whether there is nothing to sum up: a signal ended it before its last step, or it was done before.
     """
 
     def __init__(
@@ -89,12 +71,14 @@ class Run:
         self._samples_per_step = settings.batch * size
         self._loss_unit = loss_unit
         self._line: dict[str, Any] = {}  # of the step under way
+        self._events: list[Event] = []  # of the step that was recorded
         self._start_line = describe(comm, device=device)
-        self.folder, fault = comm.broadcast_object(self._open_folder())
-        if fault is not None:
-            fail(fault)
+        self._files: RunFolder  # on rank 0 alone
+        self.folder = self._on_rank_0(self._open)
         self.say(self._start_line)
-        self.say(f"{self.folder}: Ctrl-C, or kill -TERM {os.getpid()}, saves and ends this run")
+        # Open MPI's mpirun kills its ranks a moment after a Ctrl-C.
+        keys = "" if launched_by_mpi() else "Ctrl-C, or "
+        self.say(f"{self.folder}: {keys}kill -TERM {os.getpid()}, saves and ends this run")
 
     def say(self, words: str) -> None:
         """Print on rank 0, unless the run is quiet."""
@@ -113,21 +97,27 @@ class Run:
             folder = self.folder / CHECKPOINTS
             checkpoints = Checkpointer(folder, self._comm, model, optimizer, keep_last=settings.keep)
             first = self._go_on(checkpoints, batches, optimizer)
+            if first == settings.steps and self._on_rank_0(lambda: self._files.is_finished()):
+                self.stopped = True
+                self._close()
+                return
+            self._on_rank_0(lambda: self._begin(first))
+        except (CheckpointError, ValueError) as error:  # the same on every rank
+            self._close()
+            fail(str(error))
+        try:
             yield from self._steps(first, checkpoints, optimizer, batches)
         except (CheckpointError, ValueError) as error:  # the same on every rank
-            fail(str(error))
+            with suppress(CheckpointError):
+                checkpoints.wait()
+            last = self._on_rank_0(lambda: self._files.last_checkpoint())
+            self._close()
+            fail(f"{error}; " + ("nothing was saved" if last is None else f"the last checkpoint is {last}"))
 
     def _steps(self, first: int, checkpoints: Checkpointer, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
         settings = self.settings
-        fault = self._comm.broadcast_object(self._begin_files(first))
-        if fault is not None:
-            fail(fault)
         look = settings.progress if self._comm.rank == 0 and not settings.quiet else "none"
-        with (
-            (self.folder / METRICS).open("a") if self._comm.rank == 0 else open(os.devnull, "w") as metrics,
-            StopRequest(self._comm) as stop,
-            Progress(first, settings.steps, look=look) as progress,
-        ):
+        with StopRequest(self._comm) as stop, Progress(first, settings.steps, look=look) as progress:
             seconds = 0.0
             for step in range(first, settings.steps):
                 start, waited = time.perf_counter(), self._comm.waited_seconds
@@ -135,93 +125,86 @@ class Run:
                 yield step
                 line = self._measure(time.perf_counter() - start, self._comm.waited_seconds - waited)
                 if not math.isfinite(line["loss"]):
-                    checkpoints.wait()
-                    raise ValueError(
-                        f"the loss of step {step} is {line['loss']}, and what follows would be too: go on from a "
-                        f"checkpoint in {checkpoints.folder} with a lower --lr"
-                    )
-                metrics.write(json.dumps(line) + "\n")
-                metrics.flush()  # what a kill leaves must reach the checkpoint that it leaves
+                    raise ValueError(f"the loss of step {step} is {line['loss']}, and what follows would be too")
+                fault = self._write(line)
+                if fault is not None:
+                    stop.request()
                 done = step + 1
                 seconds += line["seconds"]
                 speed = (done - first) * self._samples_per_step / seconds
                 progress.update(f"loss {line['loss']:.3f}, {speed:,.0f} {self._samples}/s")
-                self.stopped = stop.agreed() and done < settings.steps
+                asked = stop.agreed()
+                if asked and (fault := self._comm.broadcast_object(fault)) is not None:
+                    raise ValueError(fault)
+                self.stopped = asked and done < settings.steps
                 if self.stopped or done == settings.steps or done % settings.save_every == 0:
                     checkpoints.save(done, {"data": batches.state_dict()} | to_save(settings))
                 if self.stopped:
                     break
             checkpoints.wait()
         if self.stopped:
-            self._leave()
+            self._draw()
+            self._close()
             self.say(f"stopped after step {done} as asked; to go on: --resume auto --run {self.folder}")
 
     def log(self, loss: float, **more: float) -> None:
-        """Note what this step did. Every step logs a loss; `more` goes into its line of metrics as it is."""
-        self._line |= {"loss": loss} | more
+        """Note what this step did. Every step logs a loss; `more` goes into its line of metrics as it is.
+
+        A `grad_norm` that is not finite says that no rank took this step, see `StepGuard`; the summary counts them.
+        """
+        self._line |= {name: float(value) for name, value in {"loss": loss, **more}.items()}
 
     @contextmanager
     def recorded(self, pipe: PipelineExecutor, step: int) -> Iterator[None]:
-        """Write down when each action of the last step ran, beside when it should have: `timeline.*`."""
+        """Note when each action of the last step runs; `end` draws it beside when it should have, as `timeline.*`."""
         if step < self.settings.steps - 1:
             yield
             return
         with pipe.recorder:
             yield
-        events = pipe.recorder.gather(self._comm)
-        if self._comm.rank == 0:
-            measured = timeline(events)
-            predicted = predict(measured)
-            scale = TIMELINE_WIDTH / max(measured.makespan, predicted.makespan)
-            (self.folder / "timeline.json").write_text(perfetto(events))
-            for name, shown in {"measured": measured, "predicted": predicted}.items():
-                page = svg(picture(shown, f"step {step}, {name}: {1e3 * shown.makespan:.1f} ms", scale=scale))
-                (self.folder / f"timeline_{name}.svg").write_text(page)
+        self._events = pipe.recorder.gather(self._comm)
 
     def end(self, **figures: float) -> None:
         """Sum the run up on the screen and in `summary.json`, with `figures` of your own, unless it was stopped."""
-        if self.stopped or self._comm.rank != 0:
+        if self.stopped:
             return
-        steps = read_metrics(self.folder / METRICS)  # those before a resume too
-        if not steps:
-            return  # all were done elsewhere, and nobody knows how
-        seconds = sum(step["seconds"] for step in steps)
-        samples = sum(step[self._speed] * step["seconds"] for step in steps)
-        waited = sum(step.get("exposed_comm_seconds", 0.0) for step in steps)
-        summary = {"steps": len(steps), "seconds": seconds, "loss": steps[-1]["loss"], self._speed: samples / seconds}
+        words = self._on_rank_0(lambda: self._sum_up(figures))
+        self._draw()
+        self._close()
+        if words:
+            self.say(f"{words}\nplots, metrics and checkpoints are in {self.folder}")
+
+    def _sum_up(self, figures: dict[str, float]) -> str:
+        """Write the summary; return what to say."""
+        lines = self._files.read_metrics()
+        if not lines:
+            return ""  # all steps were done elsewhere, and nobody knows how
+        seconds = sum(line["seconds"] for line in lines)
+        samples = sum(line[self._speed] * line["seconds"] for line in lines)
+        speed = samples / seconds
+        summary = {"steps": len(lines), "seconds": seconds, "loss": lines[-1]["loss"], self._speed: speed}
         time_taken = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
-        words = f"{len(steps)} steps in {time_taken}, {samples / seconds:,.0f} {self._samples}/s"
+        words = f"{len(lines)} steps in {time_taken}, {speed:,.0f} {self._samples}/s"
         if self._comm.size > 1:
+            waited = sum(line.get("exposed_comm_seconds") or 0.0 for line in lines)
             summary["exposed_comm_share"] = waited / seconds
             words += f", {waited / seconds:.0%} of it in waits for other ranks"
-        with atomic_write(self.folder / SUMMARY) as path:
-            path.write_text(json.dumps(summary | figures, indent=2) + "\n")
-        self._leave()
-        self.say(f"{words}\nplots, metrics and checkpoints are in {self.folder}")
+        num_skipped = sum(_was_skipped(line) for line in lines)
+        if num_skipped:
+            summary["skipped_steps"] = num_skipped
+            words += f"; {num_skipped} skipped, as their gradients were not finite"
+        self._files.write_summary(summary | figures)
+        return words
 
     @property
     def _speed(self) -> str:
         return f"{self._samples}_per_second"
 
-    def _open_folder(self) -> tuple[Path, str | None]:
-        """Make the folder on rank 0, and keep other processes out of it; return what is wrong with it there."""
-        given = self.settings.run
-        folder = Path(given) if given is not None else RUNS / f"{script_name()}-{datetime.now():%Y%m%d-%H%M%S}"
-        if self._comm.rank != 0:
-            return folder, None
-        try:
-            if given is None:
-                folder = _make_new(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / PID, os.O_RDWR | os.O_CREAT)
-            weakref.finalize(self, os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however that ends
-            (folder / PID).write_text(f"{os.getpid()}\n")
-        except BlockingIOError:
-            return folder, f"{folder} is being run by process {(folder / PID).read_text().strip()}: end that first"
-        except OSError as error:
-            return folder, f"--run must be a folder that can be written to, got {folder}: {error.strerror}"
-        return folder, None
+    def _open(self) -> Path:
+        self._files = RunFolder(self.settings.run)
+        if self._files.warning is not None:
+            self.warn(f"warning: {self._files.warning}")
+        return self._files.path
 
     def _go_on(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer) -> int:
         """Load what is to be resumed; return the first step to do."""
@@ -230,19 +213,17 @@ class Run:
             return 0
         loaded = checkpoints.load(None if resume == "auto" else resume)
         if loaded is None:
-            self.say("nothing to resume yet: starts at step 0")
+            self.warn(f"--resume auto finds nothing to go on with in {self.folder}: a new run starts there at step 0")
             return 0
         for reason in loaded.refused:
             self.warn(f"passed over {reason}")
         if loaded.step > self.settings.steps:
-            raise CheckpointError(
-                f"--steps must be at least the {loaded.step} that are done, got {self.settings.steps}"
-            )
+            raise ValueError(f"--steps must be at least the {loaded.step} that are done, got {self.settings.steps}")
         try:
+            before = msgspec.convert(loaded.state, Saved).settings
             batches.load_state_dict(loaded.state["data"])
-            before = dict(loaded.state["settings"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{loaded.path} is of no such run: {error}") from error
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{loaded.path} is of no such run: {error}") from error
         changed = [
             f"{flag_of(f.name)} {before.get(f.name)} -> {getattr(self.settings, f.name)}"
             for f in fields(self.settings)
@@ -255,24 +236,11 @@ class Run:
             self.say(f"all {loaded.step} steps are done: --steps {2 * loaded.step} would do more")
         return loaded.step
 
-    def _begin_files(self, first: int) -> str | None:
-        """Write the settings, and the metrics up to where the run goes on; return what is wrong with that."""
-        if self._comm.rank != 0:
-            return None
+    def _begin(self, first: int) -> None:
         resume = self.settings.resume
-        before = (self.folder if resume in (None, "auto") else Path(resume).parent.parent) / METRICS
-        try:
-            kept = [line for line in read_metrics(before) if line["step"] < first] if first and before.exists() else []
-            with atomic_write(self.folder / METRICS) as unfinished:
-                unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            with atomic_write(self.folder / SETTINGS_FILE) as unfinished:
-                settings = to_save(self.settings) | {"start": self._start_line}
-                unfinished.write_text(json.dumps(settings, indent=2) + "\n")
-            if first < self.settings.steps:
-                (self.folder / SUMMARY).unlink(missing_ok=True)
-        except (OSError, ValueError) as error:
-            return str(error)
-        return None
+        before = self.folder if resume in (None, "auto") else Path(resume).parent.parent
+        settings = to_save(self.settings) | {"start": self._start_line}
+        self._files.begin(settings, before / METRICS, first, goes_on=first < self.settings.steps)
 
     def _measure(self, seconds: float, waited: float) -> dict[str, Any]:
         """Return the line of the step that has ended."""
@@ -284,22 +252,48 @@ class Run:
             line["exposed_comm_seconds"] = float(mean[0])
         return line
 
-    def _leave(self) -> None:
-        """Draw the plots, and take the sign off the door."""
+    def _write(self, line: dict[str, Any]) -> str | None:
+        """Write a line of metrics on rank 0; return what is wrong with that."""
         if self._comm.rank != 0:
-            return
+            return None
         try:
-            draw_plots(self.folder, loss_unit=self._loss_unit)
-        except ModuleNotFoundError as error:
-            self.say(f"no plots: {error}")
-        (self.folder / PID).unlink(missing_ok=True)  # last: from now on another process may run here
+            self._files.write_metrics(line)
+        except OSError as error:
+            return _said(error)
+        return None
+
+    def _draw(self) -> None:
+        if self._comm.rank == 0:
+            for fault in self._files.draw(self._events, self.settings.steps - 1, loss_unit=self._loss_unit):
+                self.warn(fault)
+
+    def _close(self) -> None:
+        if self._comm.rank == 0:
+            self._files.close()
+
+    def _on_rank_0(self, make: Callable[[], Any]) -> Any:
+        """Return what rank 0 makes, on every rank; if that fails, all of them end with its one line."""
+        made, fault = None, None
+        if self._comm.rank == 0:
+            try:
+                made = make()
+            except (OSError, ValueError) as error:
+                fault = _said(error)
+        made, fault = self._comm.broadcast_object((made, fault))
+        if fault is not None:
+            if hasattr(self, "_files"):
+                self._close()
+            fail(fault)
+        return made
 
 
-def _make_new(folder: Path, number: int = 1) -> Path:
-    """Make a folder of this name, or of the next one that no other run of this second has taken."""
-    new = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-    try:
-        new.mkdir(parents=True)
-    except FileExistsError:
-        return _make_new(folder, number + 1)
-    return new
+def _was_skipped(line: dict[str, Any]) -> bool:
+    """Return whether no rank took this step; in a line that was read, null is a number that is not finite."""
+    norm = line.get("grad_norm", 0.0)
+    return norm is None or not math.isfinite(norm)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

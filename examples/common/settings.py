@@ -6,9 +6,12 @@ Scripts share these classes, so that a flag means the same everywhere. Rules are
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
+
+import numpy as np
 
 from minigrad.backend import DEVICES
 from pipeline.schedules.schedule import SCHEDULES, Schedule
@@ -16,13 +19,16 @@ from pipeline.schedules.schedule import SCHEDULES, Schedule
 T = TypeVar("T")
 Rule = tuple[bool, str]  # whether it holds, and what to say if it does not
 
+MOST = 2**31 - 1  # of anything that is counted
+MOST_MICROBATCHES = 2**14  # the order of a schedule is a list
+
 
 def flag(default: T, help: str, metavar: str | None = None, *, fixed: bool = False, once: bool = False) -> T:
     """Declare a field together with its flag.
 
     Args:
-        fixed: what is resumed must have it as it was: a checkpoint fits no other value.
-        once: of one start alone: what is resumed does not take it over.
+        fixed: a run that is resumed must have the value that it was started with: its checkpoints fit no other.
+        once: it says something of one start alone, and a run that is resumed does not take it over.
     """
     return field(default=default, metadata={"help": help, "metavar": metavar, "fixed": fixed, "once": once})
 
@@ -35,7 +41,7 @@ def other_default(kind: type, name: str, default: T) -> T:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Of every run."""
+    """Settings of every run."""
 
     steps: int = flag(600, "optimizer steps")
     batch: int = flag(48, "samples in a step, over all ranks: the same batch trains the same model in any layout")
@@ -65,9 +71,10 @@ class RunSettings:
         yield 0 < self.lr < math.inf, f"--lr must be above 0 and finite, got {self.lr}"
         yield 0 <= self.seed < 2**64, f"--seed must be from 0 to 2**64 - 1, got {self.seed}"
 
-    def _at_least_1(self, name: str) -> Rule:
-        value = getattr(self, name)
-        return value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}"
+    def _at_least_1(self, name: str, most: int = MOST) -> Rule:
+        flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
+        rule = f"{flag} must be at least 1, got {value}" if value < 1 else f"{flag} must be at most {most}, got {value}"
+        return 1 <= value <= most, rule
 
     def _one_of(self, name: str, choices: tuple[str, ...]) -> Rule:
         value = getattr(self, name)
@@ -76,7 +83,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings(RunSettings):
-    """Of a script whose ranks are all replicas."""
+    """Settings of a script whose ranks are all replicas."""
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
@@ -86,7 +93,7 @@ class ReplicaSettings(RunSettings):
 
 @dataclass(frozen=True)
 class DigitsSettings(ReplicaSettings):
-    """Of a small network on handwritten digits."""
+    """Settings of a small network that reads handwritten digits."""
 
     hidden: int = flag(256, "features between the two layers", fixed=True)
 
@@ -97,7 +104,7 @@ class DigitsSettings(ReplicaSettings):
 
 @dataclass(frozen=True)
 class GPTSettings(RunSettings):
-    """Of a GPT on text."""
+    """Settings of a GPT that learns text."""
 
     lr: float = other_default(RunSettings, "lr", 1e-3)  # no warmup: at 3e-3 rounding grows until layouts differ
     layers: int = flag(4, "transformer blocks", fixed=True)
@@ -119,11 +126,22 @@ class GPTSettings(RunSettings):
         yield self._one_of("dtype", ("float32", "float64"))
         multiple = f"--width must be a multiple of --heads, got {self.width} and {self.heads}"
         yield self.width % self.heads == 0, multiple
+        yield self._fits_in_memory(world_size)
+
+    def _fits_in_memory(self, num_parts: int) -> Rule:
+        """Return whether a host can hold one rank's share of the weights; what it holds besides is not counted."""
+        num_weights = self.width * (12 * self.layers * self.width + self.vocab + self.context)
+        each = 4 * np.dtype(self.dtype).itemsize  # a weight, its gradient, and the two averages of AdamW
+        num_bytes = num_weights * each / num_parts
+        size = f"{num_weights:,} weights, {num_bytes / 2**30:,.1f} GiB a rank with their gradients"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        names = "--layers, --width, --vocab and --context"
+        return num_bytes < memory, f"{names} make {size}, more than the {memory / 2**30:,.1f} GiB of this machine"
 
 
 @dataclass(frozen=True)
 class GPTSingleSettings(GPTSettings):
-    """Of a GPT in one process."""
+    """Settings of a GPT in one process."""
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
@@ -132,12 +150,12 @@ class GPTSingleSettings(GPTSettings):
 
 @dataclass(frozen=True)
 class GPTReplicaSettings(GPTSettings, ReplicaSettings):
-    """Of a GPT whose ranks are all replicas."""
+    """Settings of a GPT whose ranks are all replicas."""
 
 
 @dataclass(frozen=True)
 class PipelineSettings(GPTSettings):
-    """Of a pipeline."""
+    """Settings of a pipeline."""
 
     microbatches: int = flag(4, "parts that a pipeline cuts its batch into; more of them, a smaller bubble")
 
@@ -148,7 +166,7 @@ class PipelineSettings(GPTSettings):
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
-        yield self._at_least_1("microbatches")
+        yield self._at_least_1("microbatches", MOST_MICROBATCHES)
         enough = f"--batch must hold a sample for each of {self.num_microbatches} micro-batches, got {self.batch}"
         yield self.num_microbatches <= self.batch, enough
 
@@ -167,7 +185,7 @@ class PipelineSettings(GPTSettings):
 
 @dataclass(frozen=True)
 class ScheduleSettings(PipelineSettings):
-    """Of a pipeline's order."""
+    """Settings of a pipeline's order of work."""
 
     schedule: str = flag("1f1b", "order of a pipeline's forwards and backwards", "{" + ",".join(SCHEDULES) + "}")
 
@@ -179,7 +197,7 @@ class ScheduleSettings(PipelineSettings):
 
 @dataclass(frozen=True)
 class HybridSettings(ScheduleSettings):
-    """Of replicas that are pipelines."""
+    """Settings of replicas that are pipelines."""
 
     dp: int = flag(1, "data-parallel replicas: each trains on its own samples, gradients are averaged")
     pp: int = flag(1, "pipeline stages that the layers of each replica are cut into; dp * pp is the number of ranks")
@@ -204,7 +222,7 @@ class HybridSettings(ScheduleSettings):
 
 @dataclass(frozen=True)
 class LayoutSettings(HybridSettings):
-    """Of the full script."""
+    """Settings of the script that can do everything."""
 
     lr: float = other_default(RunSettings, "lr", 3e-3)
     width: int = other_default(GPTSettings, "width", 128)
@@ -218,7 +236,8 @@ class LayoutSettings(HybridSettings):
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
         yield 0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, got {self.dropout}"
-        yield 0 < self.bucket_mb < math.inf, f"--bucket-mb must be above 0 and finite, got {self.bucket_mb}"
+        finite = 0 < self.bucket_mb * 2**20 < math.inf
+        yield finite, f"--bucket-mb must be above 0 and finite, got {self.bucket_mb}"
         yield self._one_of("device", DEVICES)
         yield self._one_of("precision", ("float32", "bfloat16"))
         wide = f"--precision bfloat16 trains float32 weights, got --dtype {self.dtype}"

@@ -22,7 +22,7 @@ def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedPr
         "import sys; from common import command_line; from common.settings import LayoutSettings; "
         "from common.text import load_tokens; command_line.GRACE_SECONDS = 0.0; sys.argv[0] = 'train.py'; "
         "settings = command_line.read_settings(LayoutSettings, 'Teaches.'); "
-        "command_line.or_fail(lambda: load_tokens(settings.text)); print('ready')"
+        "command_line.run_script(lambda: load_tokens(settings.text)); print('ready')"
     )
     environ = {
         **os.environ,
@@ -189,8 +189,11 @@ def test_what_a_checkpoint_fits_cannot_change() -> None:
         ("[]", "cannot be read from runs/train-1/settings.json"),
         ('{"script": "train"}', "cannot be read from runs/train-1/settings.json"),
         ('{"script": "other", "settings": {}}', "runs/train-1/settings.json is of a run of other, not of train"),
-        ('{"script": "train", "settings": {"steps": "7"}}', "settings.json must say int for steps, got '7'"),
-        ('{"script": "train", "settings": {"lr": null}}', "settings.json must say float for lr, got None"),
+        (
+            '{"script": "train", "settings": {"steps": "7"}}',
+            r"settings.json: Expected `int`, got `str` - at `\$.steps`",
+        ),
+        ('{"script": "train", "settings": {"lr": null}}', r"settings.json: Expected `float`, got `null` - at `\$.lr`"),
     ],
 )
 def test_settings_that_are_torn_or_foreign_are_refused(runs: Path, content: str, reason: str) -> None:

@@ -141,7 +141,8 @@ def test_a_signal_in_the_last_step_is_the_end_as_it_is() -> None:
 
 def test_nothing_to_resume_starts_anew(capfd: pytest.CaptureFixture[str]) -> None:
     run = train(replace(SETTINGS, resume="auto", quiet=False))
-    assert "nothing to resume yet: starts at step 0" in capfd.readouterr().out
+    line = "--resume auto finds nothing to go on with in run: a new run starts there at step 0"
+    assert line in capfd.readouterr().err.splitlines()
     assert len(lines(run)) == NUM_STEPS
 
 
@@ -224,15 +225,14 @@ def test_what_is_refused_changes_nothing(capfd: pytest.CaptureFixture[str]) -> N
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit, match=r"^2$"):
         train(replace(SETTINGS, resume="auto", steps=5))
-    (run.folder / "pid").unlink()
     assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
 
 
 def test_two_runs_of_one_second_have_folders_of_their_own() -> None:
     settings = replace(SETTINGS, run=None)
-    folders = {Run(settings, SoloCommunicator()).folder for _ in range(3)}
-    assert len(folders) == 3
-    assert all(folder.parent == Path("runs") for folder in folders)
+    runs = [Run(settings, SoloCommunicator()) for _ in range(3)]
+    assert len({run.folder for run in runs}) == 3
+    assert all(run.folder.parent == Path("runs") for run in runs)
 
 
 def test_a_run_that_is_alive_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:

@@ -37,12 +37,14 @@ RANKS = {"numpy", "distributed.comm", "distributed"}
 EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
 RULES = {
     # Arrays and derivatives; nothing of ranks.
-    "minigrad": Rule({"numpy", "cupy", "ml_dtypes", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"),
+    "minigrad": Rule(
+        {"numpy", "cupy", "ml_dtypes", "msgspec", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"
+    ),
     "minigrad.kernels": Rule({"numpy", "numba", "minigrad.backend"}, "minigrad.kernels.cpu -> minigrad.tape"),
     "minigrad.ops": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.ops.nn -> minigrad.nn.layers"),
     "minigrad.nn": Rule(TENSORS | {"minigrad.ops"}, "minigrad.nn.layers -> minigrad.models.gpt"),
     "minigrad.models": Rule(
-        TENSORS | {"minigrad.ops", "minigrad.nn", "safetensors"}, "minigrad.models.gpt -> distributed.stop"
+        TENSORS | {"minigrad.ops", "minigrad.nn", "safetensors", "msgspec"}, "minigrad.models.gpt -> distributed.stop"
     ),
     "minigrad.generate": Rule(EVERYTHING, "minigrad.generate.__main__ -> torch"),  # an application, see below
     # Ranks. Tensors and layers are known where parameters are, ops nowhere.
@@ -57,7 +59,8 @@ RULES = {
         RANKS | TENSORS | {"minigrad.nn"}, "distributed.data_parallel.ddp -> minigrad.ops.linalg"
     ),
     "distributed.checkpoint": Rule(
-        RANKS | TENSORS | {"minigrad.nn", "safetensors"}, "distributed.checkpoint.files -> minigrad.ops.linalg"
+        RANKS | TENSORS | {"minigrad.nn", "safetensors", "msgspec"},
+        "distributed.checkpoint.files -> minigrad.ops.linalg",
     ),
     "distributed.recovery": Rule(
         RANKS | TENSORS | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"

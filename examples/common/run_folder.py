@@ -1,0 +1,174 @@
+"""The folder of a run: who may write in it, and what each of its files holds. Rank 0 alone uses it.
+
+    runs/train_gpt-20261128-041500/
+        settings.json       what was chosen, and what --resume starts from
+        metrics.jsonl       one line a step
+        checkpoints/        see distributed/checkpoint/files.py
+        pid                 the process of rank 0, while the run goes on
+        summary.json        at the end, with loss.png, throughput.png, exposed_communication.png and timeline.*
+
+Nothing in it is replaced before it is known that the run goes on from it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common.command_line import CHECKPOINTS, METRICS, RUNS, SETTINGS_FILE, SUMMARY, script_name
+from common.plots import draw_plots, read_metrics
+from distributed.checkpoint.files import complete
+from minigrad.files import atomic_write
+from minigrad.json_files import to_json
+from pipeline import Event, perfetto, picture, svg
+from pipeline.schedules.measured import predict, timeline
+
+PID = "pid"
+TIMELINE_WIDTH = 900.0  # points
+# What flock says where there are no locks: Lustre mounted without them, NFS without its daemon (524 is Linux's own).
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524}
+
+
+class RunFolder:
+    """A folder that one process at a time runs in: until `close`, or its end, others are kept out.
+
+    Args:
+        path: None makes a new folder in runs/.
+    Attributes:
+        path: of the folder.
+        close: lets other processes in; a folder in which no run has begun goes.
+        warning: what whoever runs should know; None where there is nothing.
+    Raises:
+        ValueError: another process runs there, or it cannot be made or written to.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.warning: str | None = None
+        self.path = Path(path) if path is not None else RUNS / f"{script_name()}-{datetime.now():%Y%m%d-%H%M%S}"
+        try:
+            made = path is None or not self.path.exists()
+            if path is None:
+                self.path = _make_new(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / PID, os.O_RDWR | os.O_CREAT, 0o666)
+            self._take_lock(lock)
+            (self.path / PID).write_text(f"{os.getpid()}\n")
+            self.close = weakref.finalize(self, _leave, self.path, lock, made)
+        except OSError as error:
+            raise ValueError(
+                f"--run must be a folder that can be written to, got {self.path}: {error.strerror}"
+            ) from error
+
+    def _take_lock(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however that ends
+        except BlockingIOError:
+            os.close(lock)
+            pid = (self.path / PID).read_text().strip()
+            raise ValueError(f"{self.path} is being run by process {pid}: end that first") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            self.warning = (
+                f"the file system of {self.path} has no locks ({error.strerror}): nothing keeps a second process out"
+            )
+
+    def is_finished(self) -> bool:
+        """Return whether the run was summed up after its last step."""
+        return (self.path / SUMMARY).exists()
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the checkpoint that would be gone on from."""
+        return next(iter(complete(self.path / CHECKPOINTS)), None)
+
+    def begin(self, settings: dict[str, Any], metrics_before: Path, first: int, *, goes_on: bool) -> None:
+        """Write the settings, and the metrics up to the step `first`, from which on `write_metrics` adds to them.
+
+        Raises:
+            OSError, ValueError: a file cannot be written, or the metrics from before not be read.
+        """
+        known = first > 0 and metrics_before.exists()
+        kept = [line for line in read_metrics(metrics_before) if line["step"] < first] if known else []
+        with atomic_write(self.path / METRICS) as unfinished:
+            unfinished.write_text("".join(to_json(line) + "\n" for line in kept))
+        with atomic_write(self.path / SETTINGS_FILE) as unfinished:
+            unfinished.write_text(to_json(settings, indent=2) + "\n")
+        if goes_on:  # what it says of the end does not hold any more
+            (self.path / SUMMARY).unlink(missing_ok=True)
+
+    def write_metrics(self, line: Mapping[str, Any]) -> None:
+        """Write what a step did: a kill leaves at least the lines of the checkpoint that it leaves.
+
+        Raises:
+            OSError: the disk is full, or the folder was removed.
+        """
+        file = os.open(self.path / METRICS, os.O_WRONLY | os.O_APPEND)  # it is not made anew where it was removed
+        with open(file, "w") as metrics:
+            metrics.write(to_json(line) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return what all steps did, those before a resume too."""
+        return read_metrics(self.path / METRICS)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, by which a run that is done is known."""
+        with atomic_write(self.path / SUMMARY) as path:
+            path.write_text(to_json(summary, indent=2) + "\n")
+
+    def draw(self, events: Sequence[Event] | None, step: int, *, loss_unit: str) -> list[str]:
+        """Draw the metrics, and when each action of a recorded step ran, beside when it should have.
+
+        A picture is never worth a run: what goes wrong with one, whatever it is, comes back as a line.
+        """
+        faults = []
+        for name, draw in {
+            "plots": lambda: draw_plots(self.path, loss_unit=loss_unit),
+            "timeline": lambda: self._draw_timeline(events or [], step),
+        }.items():
+            try:
+                draw()
+            except Exception as error:
+                faults.append(f"no {name}: {_one_line(error)}")
+        return faults
+
+    def _draw_timeline(self, events: Sequence[Event], step: int) -> None:
+        if not events:
+            return
+        (self.path / "timeline.json").write_text(perfetto(events))
+        measured = timeline(events)
+        shown = {"measured": measured, "predicted": predict(measured)}
+        scale = TIMELINE_WIDTH / max(one.makespan for one in shown.values())
+        for name, one in shown.items():
+            page = svg(picture(one, f"step {step}, {name}: {1e3 * one.makespan:.1f} ms", scale=scale))
+            (self.path / f"timeline_{name}.svg").write_text(page)
+
+
+def _make_new(folder: Path, number: int = 1) -> Path:
+    """Make a folder of this name, or of the next one that no other run of this second has taken."""
+    new = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+    try:
+        new.mkdir(parents=True)
+    except FileExistsError:
+        return _make_new(folder, number + 1)
+    return new
+
+
+def _leave(folder: Path, lock: int, made: bool) -> None:
+    """Let other processes in, and leave nothing behind where the run has not begun."""
+    (folder / PID).unlink(missing_ok=True)
+    for path in (folder / CHECKPOINTS, folder) if made else ():
+        with suppress(OSError):  # it holds something
+            path.rmdir()
+    os.close(lock)
+
+
+def _one_line(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return words if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {words}"

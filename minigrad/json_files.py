@@ -1,0 +1,44 @@
+"""JSON that somebody may have edited or damaged: read against a schema, and written so that any parser reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Read a file against a schema.
+
+    Args:
+        kind: what its content must be: a dataclass, a `dict[str, int]`, ...; `msgspec` says what it can check.
+    Raises:
+        OSError: it cannot be read.
+        ValueError: its content is something else: the file, the place in it, and the rule.
+    """
+    return parse_json(path.read_bytes(), kind, str(path))
+
+
+def parse_json(content: bytes | str, kind: type[T], where: str) -> T:
+    """Parse what `where` holds, see `read_json`."""
+    try:
+        return msgspec.convert(json.loads(content), kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON that can be read: {error}") from None
+
+
+def to_json(value: Any, *, indent: int = 0) -> str:
+    """Say a value in JSON. A number that is not finite becomes null: JSON has neither infinity nor nan.
+
+    Args:
+        indent: spaces a level; 0 keeps all on one line.
+    Raises:
+        TypeError: it holds what JSON cannot say.
+    """
+    return msgspec.json.format(msgspec.json.encode(value), indent=indent).decode()
