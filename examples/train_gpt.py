@@ -31,7 +31,7 @@ from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
-from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, Schedule
 
 MAX_GRAD_NORM = 1.0
 SAMPLE_TOKENS = 300
@@ -82,7 +82,6 @@ def main() -> None:
         rank=mesh.dp.rank,
         size=mesh.dp.size,
     )
-
     guard = StepGuard()
 
     for step in run.steps(stages, optimizer, batches):
@@ -107,7 +106,7 @@ def main() -> None:
     run.end(validation_loss=loss)
     run.say(f"validation loss {loss:.3f} nats a token")
     prompt = validation[: settings.context]
-    sample = write(stages, schedule, prompt, settings, mesh) if mesh.dp.rank == 0 else prompt
+    sample = write(pipe, schedule, prompt, settings, mesh) if mesh.dp.rank == 0 else prompt
     if settings.vocab == 256:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
         run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
@@ -125,9 +124,8 @@ def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSetti
     return float(total[0] / total[1])
 
 
-def write(stages: LocalStages, schedule: Schedule, prompt: Array, settings: LayoutSettings, mesh: Mesh) -> Array:
+def write(pipe: PipelineExecutor, schedule: Schedule, prompt: Array, settings: LayoutSettings, mesh: Mesh) -> Array:
     """Let the model go on after `prompt`, one token at a time. Collective over one pipeline."""
-    pipe = PipelineExecutor(stages, mesh.pp, schedule, num_microbatches=1)
     generator = np.random.Generator(np.random.Philox(key=settings.seed))
     last_rank = schedule.rank_of(schedule.num_stages(mesh.pp.size) - 1, mesh.pp.size)
     tokens = prompt.tolist()

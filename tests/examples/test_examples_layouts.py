@@ -1,0 +1,66 @@
+"""Every listed value of every flag runs to its end through the script that a person types, and goes on from there.
+
+Starting a job takes longer than a short run of a tiny model, so one job runs many of them, see support/many_runs.py.
+"""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from jobs import ROOT, needs_mpirun, run_job
+
+from common.settings import LayoutSettings
+from pipeline import SCHEDULES
+
+SIZES = "--layers 8 --heads 1 --width 2 --context 2 --batch 8 --quiet --microbatches 4"
+LAYOUTS = [(1, 2), (2, 2), (1, 4)]  # dp, pp
+MANY_RUNS = str(ROOT / "tests" / "support" / "many_runs.py")
+
+
+def run_all(lines: list[str], folder: Path) -> None:
+    """Run command lines in one job, each after the number of ranks that it needs."""
+    (folder / "squares.txt").write_text(" ".join(str(i * i) for i in range(60)))
+    text = "--text squares.txt"
+    (folder / "lines").write_text("".join(f"{line} {SIZES} {text}\n" for line in lines))
+    result = run_job(["-m", "mpi4py", MANY_RUNS, "lines"], ranks=4, cwd=folder, limit_seconds=240)
+    assert result.returncode == 0, f"{result.stdout.splitlines()[-1:]}\n{result.stderr}"
+    assert len(result.stdout.splitlines()) == len(lines)
+    assert result.stderr == ""
+
+
+@needs_mpirun
+def test_every_schedule_runs_to_its_end_in_every_layout_and_goes_on(tmp_path: Path) -> None:
+    runs = {
+        f"{name}-{dp}x{pp}": f"{dp * pp} --dp {dp} --pp {pp} --schedule {name}"
+        for name in SCHEDULES
+        for dp, pp in LAYOUTS
+    }
+    first = [f"{line} --steps 1 --run {name}" for name, line in runs.items()]
+    again = [f"{line.split()[0]} --resume auto --steps 2 --run {name}" for name, line in runs.items()]
+    run_all([line for pair in zip(first, again, strict=True) for line in pair], tmp_path)
+    losses = set()
+    for name in runs:
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["steps"] == 2
+        losses.add(round(summary["validation_loss"], 4))
+        assert (tmp_path / name / "checkpoints" / "latest").read_text() == "step-00000002\n"
+        for page in ("measured", "predicted"):
+            assert "<rect" in (tmp_path / name / f"timeline_{page}.svg").read_text()
+    assert len(losses) == 1, "every layout trains the same model"
+
+
+LISTED = {
+    f.name: f.metadata["metavar"].strip("{}").split(",")
+    for f in fields(LayoutSettings)
+    if "," in (f.metadata["metavar"] or "")
+}
+
+
+@needs_mpirun
+def test_every_listed_value_of_the_other_flags_runs_to_its_end(tmp_path: Path) -> None:
+    assert {"progress", "dtype", "device"} <= LISTED.keys()
+    others = {flag: values for flag, values in LISTED.items() if flag not in ("schedule", "resume")}
+    runs = [(flag, value) for flag, values in others.items() for value in values if value != "cuda"]
+    run_all([f"2 --dp 2 --steps 1 --{flag} {value} --run {flag}-{value}" for flag, value in runs], tmp_path)
+    for flag, value in runs:
+        assert (tmp_path / f"{flag}-{value}" / "summary.json").exists()
