@@ -90,7 +90,7 @@ class GPTHead(Module):
 
     def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
         self.norm = LayerNorm(param.at("head").at("norm"), config.width)
-        self.token = param.at("embed").at("token")("weight", (config.vocab_size, config.width), normal(0.02))
+        self.token = param.at("embed").at("token").tied("weight", (config.vocab_size, config.width), normal(0.02))
 
     def __call__(self, x: Tensor) -> Tensor:
         return unembed(self.norm(x), self.token)

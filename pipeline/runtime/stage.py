@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from minigrad.backend import Array, xp_of
 from minigrad.backprop import (
@@ -60,7 +61,8 @@ class PipelineStage(Sequential):
             specs: how the layers are cut into stages, from `partition`; by count of blocks by default.
             seed, dtype, device: of the parameters; see `ParamGetter`.
         Raises:
-            ValueError: there are more stages than layers, or not as many specs as stages.
+            ValueError: there are more stages than layers, not as many specs as stages, or a layer cannot be made; the
+                same message on every rank.
         """
         num_stages = schedule.num_stages(comm.size)
         param = ParamGetter(seed, dtype, device)
@@ -71,11 +73,17 @@ class PipelineStage(Sequential):
                 f"got specs of {len(specs)} stages and {specs[-1].layer_stop if specs else 0} layers"
             )
         mine = [spec for spec in specs if schedule.rank_of(spec.stage_id, comm.size) == comm.rank]
-        stages = [
-            PipelineStage(spec, [factory(param) for _, factory in layers[spec.layer_start : spec.layer_stop]])
-            for spec in mine
-        ]
-        return LocalStages(stages, comm)
+        stages: list[PipelineStage] = []
+
+        def build() -> Array:
+            for spec in mine:
+                stages.append(
+                    PipelineStage(spec, [make(param) for _, make in layers[spec.layer_start : spec.layer_stop]])
+                )
+            return np.empty(0, np.int64)
+
+        agree(comm, build, num_columns=0)
+        return LocalStages(stages, comm, shared=param.made.keys() - param.claimed)
 
     @property
     def stage_id(self) -> int:
@@ -235,40 +243,34 @@ class _Tape:
 class LocalStages:
     """This rank's stages. Making one is collective.
 
+    Args:
+        shared: names that this rank's layers asked for with a tie. Of the ranks that hold a parameter of one name, all
+            but one must have it here.
+
     Attributes:
         comm: the ranks of the pipeline.
         tied: parameters that another rank holds a copy of (the same name), in one order on all ranks. The copies
             start with the values of the first rank that holds one.
     Raises:
-        ValueError: two ranks give a parameter of one name different shapes or dtypes; the same message on every rank.
+        ValueError: two ranks give a parameter of one name different shapes or dtypes, or share it without a tie; the
+            same message on every rank.
     """
 
-    def __init__(self, stages: Sequence[PipelineStage], comm: Communicator) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], comm: Communicator, *, shared: Set[str] = frozenset()) -> None:
         self._stages = tuple(stages)
         self.comm = comm
         own = {p.name: p for p in self._distinct() if p.name}
-        specs_of = comm.gather_objects({name: ArraySpec.of(p.data) for name, p in own.items()})
-        holders: dict[str, list[int]] = {}
-        for rank, specs in enumerate(specs_of):
-            for name, spec in specs.items():
-                first = holders.setdefault(name, [rank])[0]
-                if spec != specs_of[first][name]:
-                    raise ValueError(
-                        "copies of a tied parameter must have the same shape and dtype, but "
-                        f"{name!r} is {specs_of[first][name]} on rank {first} and {spec} on rank {rank}"
-                    )
-                if rank != first:
-                    holders[name].append(rank)
-        shared = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
-        self._shared = tuple(shared)
-        self.tied = [own[name] for name in shared if name in own]
+        held = {name: (ArraySpec.of(p.data), name in shared) for name, p in own.items()}
+        holders = _holders(comm.gather_objects(held))
+        self._shared = tuple(holders)
+        self.tied = [own[name] for name in holders if name in own]
         # Squares of a gradient norm count a tied parameter once: on the first rank that holds it.
-        self._counted_elsewhere = {own[n] for n, ranks in shared.items() if n in own and ranks[0] != comm.rank}
+        self._counted_elsewhere = {own[n] for n, ranks in holders.items() if n in own and ranks[0] != comm.rank}
         self._groups: list[tuple[Communicator, list[Parameter]]] = []
-        for ranks in sorted({tuple(ranks) for ranks in shared.values()}):
+        for ranks in sorted({tuple(ranks) for ranks in holders.values()}):
             group = comm.split(color=0 if comm.rank in ranks else 1)
             if comm.rank in ranks:
-                copies = [own[name] for name in shared if tuple(shared[name]) == ranks]
+                copies = [own[name] for name in holders if tuple(holders[name]) == ranks]
                 for p in copies:
                     p.data = group.broadcast(p.data.copy()).wait()
                 self._groups.append((group, copies))
@@ -338,3 +340,32 @@ class LocalStages:
 
     def _distinct(self) -> list[Parameter]:
         return list(dict.fromkeys(p for stage in self._stages for p in stage.parameters()))
+
+
+def _holders(held_by: Sequence[dict[str, tuple[ArraySpec, bool]]]) -> dict[str, list[int]]:
+    """Return the names that more than one rank holds, sorted, with those ranks.
+
+    Args:
+        held_by: what each rank holds: name -> (shape and dtype, whether its layers asked for a tie).
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(held_by):
+        for name, (spec, _) in held.items():
+            first = holders.setdefault(name, [rank])[0]
+            if spec != held_by[first][name][0]:
+                raise ValueError(
+                    "copies of a tied parameter must have the same shape and dtype, but "
+                    f"{name!r} is {held_by[first][name][0]} on rank {first} and {spec} on rank {rank}"
+                )
+            if rank != first:
+                holders[name].append(rank)
+    shared = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
+    for name, ranks in shared.items():
+        makers = [rank for rank in ranks if not held_by[rank][name][1]]
+        if len(makers) > 1:
+            raise ValueError(
+                f"layers on ranks {makers[0]} and {makers[1]} both have a parameter {name!r}: give each a name of its "
+                "own, param.at(name), or ask with param.tied to share it (in a loop, a lambda sees the last value of "
+                "the loop's variable)"
+            )
+    return shared

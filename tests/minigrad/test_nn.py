@@ -161,14 +161,29 @@ def test_values_depend_on_seed_and_name_alone() -> None:
     np.testing.assert_array_equal(value(param(np.float32), "first"), first.astype(np.float32))
 
 
-def test_the_same_name_is_the_same_parameter() -> None:
+def test_a_tie_gives_the_same_parameter() -> None:
+    for first, second in [("claimed", "tied"), ("tied", "claimed"), ("tied", "tied")]:
+        getter = param()
+        asks = {"claimed": getter.at("fc").at("a"), "tied": getter.tied.at("fc.a")}
+        w = asks[first]("weight", (3, 2), nn.zeros)
+        assert w.name == "fc.a.weight"
+        assert asks[second]("weight", (3, 2), nn.ones) is w
+        assert asks["tied"]("weight", (3, 2), nn.ones) is w
+        assert list(getter.made) == ["fc.a.weight"]
+        with pytest.raises(ValueError, match=r"parameter 'fc\.a\.weight' has shape \(3, 2\), but \(2, 3\) was asked"):
+            getter.tied("fc.a.weight", (2, 3), nn.zeros)
+
+
+def test_two_layers_do_not_share_a_name_by_mistake() -> None:
+    # Two layers of one getter had the same weights, silently, and so did the layers of a loop whose lambda saw the last
+    # value of the loop's variable: four layers became one.
     getter = param()
-    w = getter.at("fc").at("a")("weight", (3, 2), nn.zeros)
-    assert w.name == "fc.a.weight"
-    assert getter("fc.a.weight", (3, 2), nn.ones) is w
-    assert list(getter.made) == ["fc.a.weight"]
-    with pytest.raises(ValueError, match=r"parameter 'fc\.a\.weight' has shape \(3, 2\), but \(2, 3\) was asked for"):
-        getter("fc.a.weight", (2, 3), nn.zeros)
+    nn.Linear(getter, 2, 2)
+    with pytest.raises(ValueError, match=r"^two layers ask for the parameter 'weight': give each a name of its own"):
+        nn.Linear(getter, 2, 2)
+    layers = [lambda getter: nn.Linear(getter.at(f"fc{i}"), 2, 2) for i in range(4)]  # noqa: B023
+    with pytest.raises(ValueError, match=r"'fc3\.weight'.*a lambda sees the last value of the loop's variable"):
+        nn.Sequential([layer(param()) for layer in layers[:1]] + [layer(getter) for layer in layers])
 
 
 def test_initial_values() -> None:

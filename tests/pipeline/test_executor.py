@@ -409,7 +409,11 @@ def test_stages_in_any_place_and_backwards_in_two_halves(ranks, placement, halve
     rank_of, num_chunks = PLACEMENTS[placement]
     schedule = chunked(rank_of, num_chunks, halves=halves)
     size = 4 * ranks.size
-    layers = [("embed", scale("w")[1]), *(dense(f"fc{i}", 4, 4) for i in range(size)), ("head", scale("w")[1])]
+    layers = [
+        ("embed", scale("w")[1]),
+        *(dense(f"fc{i}", 4, 4) for i in range(size)),
+        ("head", scale("head", shared="w")[1]),
+    ]
     y = np.zeros((7, 4))
     check_against_one_process(ranks, layers, split(X, 3), split(y, 3), schedule=schedule, num_steps=2)
 

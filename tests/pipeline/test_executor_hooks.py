@@ -69,12 +69,12 @@ def test_a_parameter_of_early_micro_batches_is_ready_early_and_one_of_none_is_no
 def test_a_tied_parameter_is_ready_last_after_its_sum(ranks):
     def program(comm):
         between = [dense(f"fc{i}", 4, 4) for i in range(comm.size)]
-        layers = [("embed", scale("w")[1]), *between, ("head", scale("w")[1])]
+        layers = [("embed", scale("w")[1]), *between, ("head", scale("head", shared="w")[1])]
         pipe = connect(comm, layers, loss_fn=mean)
         events = step_with_hooks(pipe, X, Y)
         return [(name, grad) for name, grad in events if name != "op"]
 
-    layers = [scale("w"), *(dense(f"fc{i}", 4, 4) for i in range(ranks.size)), scale("w")]
+    layers = [scale("w"), *(dense(f"fc{i}", 4, 4) for i in range(ranks.size)), scale("last", shared="w")]
     _, grads = gradients_in_one_process(layers, split(X, 3), split(Y, 3), mean)
     events = ranks.run(program)
     for ours in (events[0], events[-1]):

@@ -9,7 +9,7 @@ from toy_pipeline import apply, dense, gradients_in_one_process, mean, scale
 
 import minigrad as mg
 from distributed import SoloCommunicator
-from minigrad import Hooks
+from minigrad import Hooks, nn
 from minigrad.models import gpt
 from pipeline import SCHEDULES, PipelineStage, Schedule, cut_by_sizes, gpipe
 from pipeline.runtime.boundary import Bundle
@@ -323,6 +323,44 @@ def test_copies_of_different_shape_are_refused_on_every_rank(ranks):
             rf"but 'w' is float32\[2\] on rank 0 and float32\[3\] on rank {last}"
         )
         with pytest.raises(ValueError, match=message):
+            PipelineStage.of(layers, comm, ONE)
+        comm.barrier()
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_name_on_two_ranks_without_a_tie_is_refused_on_every_rank(ranks):
+    # A lambda that sees the last value of a loop's variable: every layer had the same name, and so all ranks had one
+    # layer's weights, tied.
+    layers = [(f"fc{i}", lambda param: nn.Linear(param.at(f"fc{i}"), 2, 2)) for i in range(4)]  # noqa: B023
+    by_hand = [("fc", lambda param: Sharing(mg.Parameter(np.ones(2), "w")))] * 4
+
+    def program(comm):
+        for chosen, name in ((layers, "fc3.bias"), (by_hand, "w")):
+            message = f"^layers on ranks 0 and 1 both have a parameter '{name}': give each a name of its own"
+            with pytest.raises(ValueError, match=message):
+                PipelineStage.of(chosen[: comm.size], comm, ONE)
+            comm.barrier()
+
+    ranks.run(program)
+
+
+class Sharing(nn.Module):
+    def __init__(self, parameter):
+        self.parameter = parameter
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_layer_that_cannot_be_made_on_one_rank_is_an_error_on_all(ranks):
+    def program(comm):
+        last = comm.size - 1
+
+        def cannot_be_made(param):
+            raise ValueError("width must be positive")
+
+        layers = [scale(str(i)) for i in range(last)] + [("broken", cannot_be_made)]
+        with pytest.raises(ValueError, match=rf"^\[rank {last}\] width must be positive$"):
             PipelineStage.of(layers, comm, ONE)
         comm.barrier()
 

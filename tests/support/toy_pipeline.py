@@ -63,7 +63,7 @@ def dense(name: str, num_in: int, num_out: int) -> Layer:
 
 def scale(name: str, value: float = 2.0, *, shape: tuple[int, ...] = (), shared: str | None = None) -> Layer:
     """x * w, with the parameter called `shared` where it is tied."""
-    return name, lambda param: _Scale(param, shared or name, shape, value)
+    return name, lambda param: _Scale(param.tied if shared else param, shared or name, shape, value)
 
 
 def scale_positive(name: str, value: float = 2.0) -> Layer:
@@ -73,7 +73,7 @@ def scale_positive(name: str, value: float = 2.0) -> Layer:
 
 def holds(name: str, shared: str, shape: tuple[int, ...] = ()) -> Layer:
     """x, beside a tied parameter that this layer does not use."""
-    return name, lambda param: _Holds(param, shared, shape)
+    return name, lambda param: _Holds(param.tied, shared, shape)
 
 
 def apply(name: str, function: Callable[[Any], Any]) -> Layer:

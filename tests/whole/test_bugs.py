@@ -689,7 +689,7 @@ def test_a_tied_parameter_frozen_on_one_rank_only_is_refused(ranks: Any) -> None
     # step, after the first layers were frozen by their own rank.
     def program(comm: Any) -> None:
         middle = [dense(f"fc{i}", 4, 4) for i in range(comm.size)]
-        pipe = connect(comm, [("embed", scale("w")[1]), *middle, ("head", scale("w")[1])], loss_fn=mean)
+        pipe = connect(comm, [("embed", scale("w")[1]), *middle, ("head", scale("head", shared="w")[1])], loss_fn=mean)
         if comm.rank == 0:
             for p in pipe.stages.parameters():
                 p.requires_grad = False
