@@ -42,6 +42,7 @@ __all__ = [
     "rms_norm_dgain",
     "rms_norm_dx",
     "scale",
+    "scores_are_small",
     "select",
     "sgd",
     "sigmoid",
@@ -53,6 +54,7 @@ __all__ = [
     "square_sum",
 ]
 
+_SAFE_SCORE = 30.0  # exp(30) is 1e13: its sums, products and inverses stay far inside float32
 _BLOCK = 1 << 16  # elements: a chain of ufuncs stays in the cache from here on; smaller blocks cost calls
 
 
@@ -119,7 +121,10 @@ def column_sum(g: Array, out: Array | None = None, add: bool = False) -> Array:
 
 def _put(c: Array, out: Array, add: bool) -> Array:
     """Write c into `out`, or add it."""
-    out[...] = out + c if add else c
+    if add and out.dtype == c.dtype:
+        out += c
+    else:
+        out[...] = out + c if add else c
     return out
 
 
@@ -414,6 +419,20 @@ def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array
 
 
 # Attention: between its two products, a block of queries at a time. Scores are (..., r, s) for r queries and s keys.
+
+
+def scores_are_small(q: Array, k: Array, scale: float) -> bool:
+    """Return whether exp(s) needs no maximum taken off first: |s| <= scale |q| |k|, a bound that costs no T x T pass.
+
+    The answer may be no wherever asking costs more than the maximum: a GPU would have to be waited for.
+    """
+    if q.size == 0 or k.size == 0:
+        return True
+    xp = xp_of(q)
+    if xp is not np:
+        return False
+    longest_q, longest_k = (float(xp.einsum("...d,...d->...", x, x).max()) ** 0.5 for x in (q, k))
+    return longest_q * longest_k * scale <= _SAFE_SCORE
 
 
 def attention_weights(scores: Array, first: int | None, mask: Array | None, small: bool) -> tuple[Array, Array]:

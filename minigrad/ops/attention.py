@@ -23,7 +23,6 @@ Backward = Callable[[Array, Array, Array, Array], None]  # backward(g, dq, dk, d
 # Rows of the score matrix at a time; with `causal`, keys after the block are never touched. Measured at T = 256 and
 # T = 1024 on a CPU, and at T = 1024 on a GPU, which needs larger pieces.
 _QUERY_BLOCK, _CAUSAL_QUERY_BLOCK, _CAUSAL_QUERY_BLOCK_ON_GPU = 256, 64, 256
-_SAFE_SCORE = 30.0  # exp(30) is 1e13: its sums, products and inverses stay far inside float32
 
 
 @op
@@ -147,11 +146,11 @@ def _attend_at_once(
     if xp is np or q.dtype.kind == "V":  # NumPy has no fast product of half precision, CuPy none of bfloat16 stacks
         q, k, v = widened(q), widened(k), widened(v)
     kernels, scale = kernels_of(q, k, v), q.shape[-1] ** -0.5
-    small = _scores_are_small(q, k, scale)
+    small = kernels.scores_are_small(q, k, scale)
 
     def weights(rows: slice, end: int) -> tuple[Array, Array]:
         """Return exp of these rows' scores with the keys before `end`, and one over its row sums."""
-        scores = (q[..., rows, :] * scale) @ k[..., :end, :].swapaxes(-1, -2)
+        scores = kernels.product(q[..., rows, :] * scale, k[..., :end, :].swapaxes(-1, -2))
         seen = None if mask is None else mask[..., rows, :end]
         weights: tuple[Array, Array] = kernels.attention_weights(scores, rows.start if causal else None, seen, small)
         return weights
@@ -161,38 +160,24 @@ def _attend_at_once(
         rows = slice(start, min(start + block, num_queries))
         end = rows.stop if causal else num_keys
         e, r = weights(rows, end)
-        y[..., rows, :] = (e @ v[..., :end, :]) * r
+        y[..., rows, :] = kernels.product(e, v[..., :end, :]) * r
         blocks.append((rows, end, (e, r) if keep else None))
     if keep:
         mask = None  # so that the tape does not keep what only computing again would need
 
     def backward(g: Array, dq: Array, dk: Array, dv: Array) -> None:
+        dk_sum, dv_sum = (x if x.dtype == k.dtype else xp.empty(x.shape, k.dtype) for x in (dk, dv))
         for rows, end, kept in reversed(blocks):
             e, r = kept or weights(rows, end)
+            add = rows.stop < num_queries  # the last block comes first and reaches every key
             gr = g[..., rows, :] * r
-            dv_part = e.swapaxes(-1, -2) @ gr
+            kernels.product(e.swapaxes(-1, -2), gr, dv_sum[..., :end, :], add)
             gr *= scale
-            ds = kernels.attention_dscores(gr @ v[..., :end, :].swapaxes(-1, -2), e, gr, y[..., rows, :])
-            dq[..., rows, :] = ds @ k[..., :end, :]
-            dk_part = ds.swapaxes(-1, -2) @ q[..., rows, :]
-            if rows.stop == num_queries:  # the last block comes first and reaches every key
-                dk_sum, dv_sum = dk_part, dv_part
-            else:
-                dk_sum[..., :end, :] += dk_part
-                dv_sum[..., :end, :] += dv_part
-        dk[...], dv[...] = dk_sum, dv_sum
+            dp = kernels.product(gr, v[..., :end, :].swapaxes(-1, -2))
+            ds = kernels.attention_dscores(dp, e, gr, y[..., rows, :])
+            kernels.product(ds, k[..., :end, :], dq[..., rows, :])
+            kernels.product(ds.swapaxes(-1, -2), q[..., rows, :], dk_sum[..., :end, :], add)
+        if dk_sum is not dk:
+            dk[...], dv[...] = dk_sum, dv_sum
 
     return backward
-
-
-def _scores_are_small(q: Array, k: Array, scale: float) -> bool:
-    """Return whether exp(s) needs no maximum taken off first: |s| <= scale |q| |k|, a bound that costs no T x T pass.
-
-    On a GPU the answer is no: asking would wait for the device.
-    """
-    if q.size == 0 or k.size == 0:
-        return True
-    if xp_of(q) is not np:
-        return False
-    longest_q, longest_k = (float(np.einsum("...d,...d->...", x, x).max()) ** 0.5 for x in (q, k))
-    return longest_q * longest_k * scale <= _SAFE_SCORE

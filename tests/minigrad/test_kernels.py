@@ -137,7 +137,7 @@ def sampler(dtype: Any, *, read_only: bool = False, strided: bool = False, odd: 
 
 
 def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> None:
-    assert {case.split()[0] for case in CASES} == set(cpu.__all__)
+    assert {case.split()[0] for case in CASES} == set(cpu.__all__) - {"scores_are_small"}  # a choice, not a value
     assert set(cpu.__all__) <= set(reference.__all__)
 
 
