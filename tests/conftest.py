@@ -18,6 +18,7 @@ and ends the job: a rank that has failed would leave the others waiting. Nothing
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): run `ranks` at exactly these sizes")
     config.addinivalue_line("markers", "point_to_point: run `ranks` also with sends that complete only when received")
     config.addinivalue_line("markers", "mpi: uses `ranks`, and so runs under mpirun too (set automatically)")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # from nohup, and from some CI
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, to themselves and to jobs
     if UNDER_MPI:
         config.stash[MPI_WORLD] = world(
             synchronous_sends=config.getoption("--synchronous-sends"),

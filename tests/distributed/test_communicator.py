@@ -101,6 +101,21 @@ def test_mean_is_the_sum_divided_when_it_completes(ranks, dtype):
     ranks.run(program)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_mean_is_divided_and_not_multiplied_by_a_rounded_share(ranks, dtype):
+    """5 / 3 and 5 * (1 / 3) are two numbers."""
+
+    def program(comm):
+        values = np.arange(1000, dtype=dtype) + comm.rank  # whose sums are exact
+        total = comm.size * np.arange(1000, dtype=dtype) + comm.size * (comm.size - 1) // 2
+        buffer = comm.buffer(1000, dtype)
+        buffer[:] = values
+        for array in (values.copy(), buffer):
+            np.testing.assert_array_equal(comm.allreduce(array, op=ReduceOp.MEAN).wait(), total / dtype(comm.size))
+
+    ranks.run(program)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
 def test_half_precision_is_summed_wide_and_rounded_once(ranks, dtype, op):

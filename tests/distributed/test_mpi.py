@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jobs import needs_mpirun, run_job
 
-from distributed import LocalWorld, ReduceOp, launched_by_mpi
+from distributed import LocalWorld, ReduceOp, launched_by_mpi, world
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
 
@@ -174,6 +174,83 @@ def test_a_progress_thread_needs_threads_in_mpi(ranks, monkeypatch):
         rule = "progress_thread=True needs an MPI that allows calls from several threads, this one does not"
         with pytest.raises(RuntimeError, match=rule):
             make(comm, progress_thread=True)
+
+    ranks.run(program)
+
+
+@under_mpirun
+def test_an_error_of_mpi_belongs_to_its_message_whoever_polls_it(ranks):
+    from mpi4py import MPI
+
+    def program(comm):
+        other = make(comm)
+        before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        short = other.irecv(np.empty(2), source=before, tag=0)
+        whole = other.irecv(np.empty(2), source=before, tag=1)
+        sends = [other.isend(np.ones(8 if tag == 0 else 2), dest=after, tag=tag) for tag in (0, 1)]
+        assert (whole.wait() == 1).all()  # this wait polls the other message, which is longer than its receive
+        while not short.complete:
+            other.progress()
+        other.barrier()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"the one from rank \d, tag 0, is longer than float64\[2\]") as caught:
+                short.wait()
+            assert isinstance(caught.value.__cause__, MPI.Exception)
+        for send in sends:
+            send.wait()
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+def test_world_hands_on_its_settings(ranks):
+    def program(comm):
+        ordered = world(deterministic=True)
+        assert reductions(ordered, np.float32) == LocalWorld(comm.size).run(reductions, np.float32)[comm.rank]
+        assert ordered._in_rank_order is not None  # two ranks have one order only
+        synchronous = world(synchronous_sends=True)
+        if comm.rank == 0:
+            send = synchronous.isend(np.ones(1), dest=1, tag=0)
+            for _ in range(100):
+                assert not send.test()  # however small it is
+        comm.barrier()
+        if comm.rank == 1:
+            synchronous.recv(np.empty(1), source=0, tag=0)
+        elif comm.rank == 0:
+            send.wait()
+        comm.barrier()
+        hasty = world(timeout_seconds=0.1)
+        with pytest.raises(TimeoutError, match=r"longer than 0\.1 s"):
+            hasty.irecv(np.empty(1), source=comm.rank, tag=0).wait()
+        hasty.send(np.ones(1), dest=comm.rank, tag=0)
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+def test_a_stall_names_the_ranks_that_have_not_come(ranks):
+    def program(comm):
+        hasty = make(comm, timeout_seconds=0.4 if comm.rank == 0 else 20)
+        last = comm.size - 1
+        if comm.rank == 0:
+            work = hasty.allreduce(np.zeros(3))
+            with pytest.raises(TimeoutError) as caught:
+                work.wait()
+            waiting = "".join(f"; rank {rank} waits for allreduce of float64[3] by SUM #0" for rank in range(1, last))
+            assert str(caught.value) == (
+                "no rank may wait longer than 0.4 s, but rank 0 waits for allreduce of float64[3] by SUM #0"
+                f"{waiting}; rank {last} has not come: it computes, or is gone"
+            )
+            comm.send(np.zeros(1), dest=last, tag=0)
+            while not work.test():
+                time.sleep(0.01)
+        else:
+            if comm.rank == last:
+                time.sleep(2)  # computes
+                comm.recv(np.zeros(1), source=0, tag=0)
+            hasty.allreduce(np.zeros(3)).wait()
 
     ranks.run(program)
 

@@ -73,15 +73,16 @@ def test_progress_polls_in_order_of_launch_and_not_too_often():
     assert 1 <= len(polls) // 3 <= 0.02 / 200e-6
 
 
-def test_an_error_belongs_to_its_operation_whoever_finds_it():
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, OSError, MemoryError])  # MPI.Exception is a RuntimeError
+def test_an_error_belongs_to_its_operation_whoever_finds_it(kind):
     engine, log = make_engine(), []
-    bad = engine.start(steps(log, "bad", 1, ValueError("boom")), lambda: "bad")
+    bad = engine.start(steps(log, "bad", 1, kind("boom")), lambda: "bad")
     good = engine.start(steps(log, "good", 3), lambda: "good")
     while not bad.complete:
         engine.progress()
     assert good.wait() is DONE
     for ask in (bad.wait, bad.test, bad.wait):
-        with pytest.raises(ValueError, match="boom"):
+        with pytest.raises(kind, match="boom"):
             ask()
 
 

@@ -34,6 +34,7 @@ SOURCE = """
 
     comm = world(timeout_seconds={timeout})
     Path(f"rank{{comm.rank}}").write_text(str(os.getpid()))
+    print("hosts:", *comm.gather_objects(os.uname().nodename), flush=True)
     model = MLP([64, 64, 8])
     ddp = DistributedDataParallel(model, comm, bucket_bytes=4096)
     optimizer = mg.optim.Optimizer(model.parameters(), mg.optim.SGD(0.1))
@@ -104,11 +105,15 @@ def job_on_two_hosts(script: str, folder: Path) -> Iterator[subprocess.Popen[byt
 @pytest.fixture(scope="module")
 def two_hosts() -> None:
     """Skip where there are no two hosts, and say why."""
-    if MPIRUN is None or b"Open MPI" not in subprocess.run([MPIRUN, "--version"], capture_output=True).stdout:
-        pytest.skip("needs Open MPI's mpirun")
+    if MPIRUN is None or b"(Open MPI) 5" not in subprocess.run([MPIRUN, "--version"], capture_output=True).stdout:
+        pytest.skip("needs the mpirun of Open MPI 5")
     trial = subprocess.run([TWO_HOSTS, "true"], capture_output=True, text=True, check=False)
     if trial.returncode:
         pytest.skip(f"no two hosts to be had here: {trial.stderr.strip()}")
+    names = subprocess.run(
+        [TWO_HOSTS, MPIRUN, "-n", "2", "hostname"], capture_output=True, text=True, check=True
+    ).stdout
+    assert sorted(names.split()) == ["host1", "host2"]  # or all that follows would be shown on one
 
 
 @needs_mpirun
@@ -125,6 +130,7 @@ def test_a_killed_rank_ends_the_job_on_both_hosts(tmp_path: Path, rank: int) -> 
     with job_on_two_hosts(write_script(tmp_path, "kill", rank), tmp_path) as job:
         assert job.wait(GRACE_SECONDS) != 0
         wait_for_the_end(tmp_path)
+        assert "hosts: host1 host2" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.usefixtures("two_hosts")
@@ -132,6 +138,7 @@ def test_a_cut_cable_ends_the_ranks_on_both_hosts(tmp_path: Path) -> None:
     with job_on_two_hosts(write_script(tmp_path, "cut", 0), tmp_path):
         wait_for_the_end(tmp_path)  # of the ranks: mpirun itself waits for the daemon on the other host
         output = (tmp_path / "output").read_text()
+    assert "hosts: host1 host2" in output
     assert f"[rank 0] TimeoutError: no rank may wait longer than {TIMEOUT_SECONDS} s" in output
 
 
