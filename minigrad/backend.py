@@ -48,7 +48,7 @@ def to_device(array: Array) -> Array:
     Raises:
         ModuleNotFoundError: CuPy is not installed.
     """
-    return _cupy().asarray(array)
+    return cupy().asarray(array)
 
 
 def place(array: Array, device: str) -> Array:
@@ -69,7 +69,7 @@ def use_gpu(index: int) -> None:
         ModuleNotFoundError: CuPy is not installed.
         ValueError: CuPy finds no GPU.
     """
-    cuda = _cupy().cuda
+    cuda = cupy().cuda
     try:
         num_gpus = cuda.runtime.getDeviceCount()
     except cuda.runtime.CUDARuntimeError as error:
@@ -79,16 +79,28 @@ def use_gpu(index: int) -> None:
 
 def gpu_name() -> str:
     """Return what the current GPU calls itself: `NVIDIA H100 80GB HBM3`."""
-    cuda = _cupy().cuda
+    cuda = cupy().cuda
     return str(cuda.runtime.getDeviceProperties(cuda.Device().id)["name"].decode())
 
 
-def _cupy() -> Any:
+def cupy() -> Any:
+    """Return the module.
+
+    Raises:
+        ModuleNotFoundError: CuPy is not installed.
+    """
     try:
-        import cupy
+        import cupy as module
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("GPU arrays need CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
-    return cupy
+    return module
+
+
+def cuda_library(name: str) -> Any:
+    """Return one of CUDA's libraries, for calls that CuPy does not offer: `cublasLt`, `cudart`."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # comes with CuPy, and finds what CuPy loads
+
+    return ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)
 
 
 def synchronize(array: Array) -> None:
@@ -104,6 +116,11 @@ def memory_range(array: Array) -> tuple[int, int]:
         return np.lib.array_utils.byte_bounds(array)
     pointer = array.data.ptr  # type: ignore[attr-defined]
     return pointer, pointer + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+
+
+def address(array: Array) -> int:
+    """Return where in the memory of its GPU an array begins."""
+    return int(array.data.ptr)  # type: ignore[attr-defined]
 
 
 def scatter_add_rows(target: Array, rows: Array, values: Array) -> None:

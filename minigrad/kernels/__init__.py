@@ -2,6 +2,7 @@
 
     reference.py    every kernel, in NumPy's words: for NumPy and CuPy arrays of any floating dtype
     cpu.py          the same names for float32 and float64 on a CPU, one pass each, compiled by numba
+    gpu.py          the same for float32, bfloat16 and float16 on a GPU: gpu.cu, cuBLASLt's products, cuDNN's attention
 
 A kernel is a plain function on arrays; it knows neither the tape nor parameters. The docstrings of `reference.py` are
 the contract. An op asks once, in its forward, and its vjps use the same table, so what a forward keeps
@@ -24,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array
+from minigrad.backend import Array, is_half, xp_of
 from minigrad.kernels import reference
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+_GPU_DTYPES = (np.dtype(np.float32),)  # and those of half precision
 # Elements from which a call of a compiled kernel is worth it. Who computes with fewer never waits for numba's import.
 _LARGE = 4096
 
@@ -38,12 +40,24 @@ def kernels_of(x: Array, *others: Array) -> Any:
     Which ones depends on the type of the arrays, on their dtypes and on the size of the first alone, so that the same
     arrays give the same bits on every rank and in every run.
     """
-    if type(x) is not np.ndarray or x.size < _LARGE or x.dtype not in _DTYPES:
+    if type(x) is not np.ndarray:
+        return _of_gpu_arrays(x, *others)
+    if x.size < _LARGE or x.dtype not in _DTYPES:
         return _REFERENCE
     for other in others:
         if type(other) is not np.ndarray or other.dtype != x.dtype:
             return _REFERENCE
     return _cpu()
+
+
+def _of_gpu_arrays(*arrays: Any) -> Any:
+    """Return the kernels for arrays of which the first is none of NumPy's."""
+    dtype = getattr(arrays[0], "dtype", None)
+    if dtype not in _GPU_DTYPES and not (dtype is not None and is_half(dtype)):
+        return _REFERENCE
+    if any(xp_of(x) is np or x.dtype != dtype for x in arrays):
+        return _REFERENCE
+    return _gpu()
 
 
 def describe() -> str:
@@ -72,6 +86,16 @@ def _cpu() -> SimpleNamespace:
         warnings.warn(f"numba is installed but does not work, so NumPy's kernels are used: {error}", stacklevel=2)
         return _REFERENCE
     return _table(cpu)
+
+
+@functools.cache
+def _gpu() -> SimpleNamespace:
+    """Return the kernels of CuPy arrays."""
+    if os.environ.get("MINIGRAD_KERNELS") == "numpy":
+        return _REFERENCE
+    from minigrad.kernels import gpu
+
+    return _table(gpu)
 
 
 def _table(module: ModuleType) -> SimpleNamespace:

@@ -38,9 +38,9 @@ EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
 RULES = {
     # Arrays and derivatives; nothing of ranks.
     "minigrad": Rule(
-        {"numpy", "cupy", "ml_dtypes", "msgspec", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"
+        {"numpy", "cupy", "cuda", "ml_dtypes", "msgspec", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"
     ),
-    "minigrad.kernels": Rule({"numpy", "numba", "minigrad.backend"}, "minigrad.kernels.cpu -> minigrad.tape"),
+    "minigrad.kernels": Rule({"numpy", "numba", "cudnn", "minigrad.backend"}, "minigrad.kernels.cpu -> minigrad.tape"),
     "minigrad.ops": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.ops.nn -> minigrad.nn.layers"),
     "minigrad.nn": Rule(TENSORS | {"minigrad.ops"}, "minigrad.nn.layers -> minigrad.models.gpt"),
     "minigrad.models": Rule(
@@ -86,6 +86,8 @@ SOLE_IMPORTER = {
     "mpi4py": "distributed.comm.mpi",
     "cupy": "minigrad.backend",
     "numba": "minigrad.kernels.cpu",
+    "cuda": "minigrad.backend",
+    "cudnn": "minigrad.kernels.cudnn_attention",
     "matplotlib": "pipeline.schedules.drawing.png",
 }
 

@@ -1,0 +1,479 @@
+// Kernels of one pass over memory; gpu.py compiles and launches them. Compiled for
+//   BF16, F16 or neither   the type T of the arrays: bfloat16, float16 or float32; everything is computed in float32
+//   N                      the width of a row, for kernels that hold one
+//   VECTORS                1: rows begin at multiples of 16 bytes, so that 8 neighbours are loaded at once
+// A warp works on a row: its 32 threads hold 8 neighbours each at a time. Everything is deterministic: no atomics.
+
+typedef long long Index;
+
+#if defined(BF16)
+typedef unsigned short T;  // the bits: the upper half of a float
+__device__ inline float wide(T x) { return __uint_as_float((unsigned)x << 16); }
+__device__ inline unsigned pack(float a, float b) {
+  unsigned both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+  return both;
+}
+#elif defined(F16)
+typedef unsigned short T;
+__device__ inline float wide(T x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ inline unsigned pack(float a, float b) {
+  unsigned both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+  return both;
+}
+#else
+typedef float T;
+#endif
+
+struct V8 {
+  float v[8];
+};
+
+__device__ inline V8 load_vector(const float* p) {
+  float4 a = ((const float4*)p)[0], b = ((const float4*)p)[1];
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+__device__ inline void store_vector(float* p, const V8& x) {
+  ((float4*)p)[0] = make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
+  ((float4*)p)[1] = make_float4(x.v[4], x.v[5], x.v[6], x.v[7]);
+}
+__device__ inline float number(float x) { return x; }
+__device__ inline void put(float* p, float x) { *p = x; }
+#if defined(BF16) || defined(F16)
+__device__ inline V8 unpack(uint4 u) {
+  unsigned words[4] = {u.x, u.y, u.z, u.w};
+  V8 x;
+#pragma unroll
+  for (int i = 0; i < 4; i++) x.v[2 * i] = wide(words[i] & 0xffff), x.v[2 * i + 1] = wide(words[i] >> 16);
+  return x;
+}
+__device__ inline V8 load_vector(const T* p) { return unpack(*(const uint4*)p); }
+__device__ inline void store_vector(T* p, const V8& x) {
+  *(uint4*)p = make_uint4(pack(x.v[0], x.v[1]), pack(x.v[2], x.v[3]), pack(x.v[4], x.v[5]), pack(x.v[6], x.v[7]));
+}
+__device__ inline float number(T x) { return wide(x); }
+__device__ inline void put(T* p, float x) { *p = (T)pack(x, x); }
+#endif
+
+// 8 neighbours from place c of a row of n, or what is left of them.
+template <class P>
+__device__ inline V8 load8(const P* row, Index c, Index n, bool vectors) {
+  if (vectors && c + 8 <= n) return load_vector(row + c);
+  V8 x;
+#pragma unroll
+  for (int j = 0; j < 8; j++) x.v[j] = c + j < n ? number(row[c + j]) : 0;
+  return x;
+}
+template <class P>
+__device__ inline void store8(P* row, Index c, Index n, bool vectors, const V8& x) {
+  if (vectors && c + 8 <= n) return store_vector(row + c, x);
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    if (c + j < n) put(row + c + j, x.v[j]);
+}
+
+__device__ inline Index thread_index() { return blockIdx.x * (Index)blockDim.x + threadIdx.x; }
+__device__ inline Index warp_index() { return thread_index() / 32; }
+__device__ inline float warp_sum(float x) {
+  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+__device__ inline float warp_max(float x) {
+  for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+// Every thread of the block gets the sum, or the maximum.
+__device__ inline float block_sum(float x) {
+  __shared__ float part[33];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  x = warp_sum(x);
+  __syncthreads();
+  if (!lane) part[warp] = x;
+  __syncthreads();
+  if (!warp) {
+    x = warp_sum(lane < (blockDim.x + 31) / 32 ? part[lane] : 0);
+    if (!lane) part[32] = x;
+  }
+  __syncthreads();
+  return part[32];
+}
+__device__ inline float block_max(float x) {
+  __shared__ float part[33];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  x = warp_max(x);
+  __syncthreads();
+  if (!lane) part[warp] = x;
+  __syncthreads();
+  if (!warp) {
+    x = warp_max(lane < (blockDim.x + 31) / 32 ? part[lane] : -__int_as_float(0x7f800000));
+    if (!lane) part[32] = x;
+  }
+  __syncthreads();
+  return part[32];
+}
+
+#ifdef N  // ---- rows of one width, held in registers -----------------------------------------------------------
+
+struct Row {
+  static const int K = (N / 8 + (N % 8 > 0) + 31) / 32;  // times that the warp's 256 places are needed
+  float v[K * 8];
+
+  // f(i, c) for each of this thread's numbers v[i], which stands in column c
+  template <class F>
+  __device__ static void each(F f) {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+      int c = 8 * (k * 32 + threadIdx.x % 32);
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (N % 8 ? c + j < N : c < N) f(8 * k + j, c + j);
+    }
+  }
+  template <class P>
+  __device__ void load(const P* row) {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+      int c = 8 * (k * 32 + threadIdx.x % 32);
+      V8 x = {};
+      if (c < N) x = load8(row, c, N, VECTORS);
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[8 * k + j] = x.v[j];
+    }
+  }
+  template <class P>
+  __device__ void store(P* row) const {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+      int c = 8 * (k * 32 + threadIdx.x % 32);
+      V8 x;
+#pragma unroll
+      for (int j = 0; j < 8; j++) x.v[j] = v[8 * k + j];
+      if (c < N) store8(row, c, N, VECTORS, x);
+    }
+  }
+  __device__ float sum() const {
+    float total = 0;
+    each([&](int i, int) { total += v[i]; });
+    return warp_sum(total);
+  }
+};
+
+extern "C" __global__ void layer_norm(const T* x, const T* gain, const T* bias, T* y, float* mean, float* inverse,
+                                      Index rows, float eps) {
+  Index row = warp_index();
+  if (row >= rows) return;
+  Row h, a, b;
+  h.load(x + row * N), a.load(gain), b.load(bias);
+  float m = h.sum() / N, squares = 0;
+  Row::each([&](int i, int) { h.v[i] -= m, squares += h.v[i] * h.v[i]; });
+  float inv = 1 / sqrtf(warp_sum(squares) / N + eps);
+  Row::each([&](int i, int) { h.v[i] = h.v[i] * inv * a.v[i] + b.v[i]; });
+  h.store(y + row * N);
+  if (threadIdx.x % 32 == 0) mean[row] = m, inverse[row] = inv;
+}
+
+extern "C" __global__ void layer_norm_dx(const T* g, const T* x, const float* mean, const float* inverse, const T* gain,
+                                         T* dx, Index rows) {
+  Index row = warp_index();
+  if (row >= rows) return;
+  Row t, h, a;
+  t.load(g + row * N), h.load(x + row * N), a.load(gain);
+  float m = mean[row], inv = inverse[row], sum_t = 0, sum_th = 0;
+  Row::each([&](int i, int) {
+    h.v[i] = (h.v[i] - m) * inv, t.v[i] *= a.v[i];
+    sum_t += t.v[i], sum_th += t.v[i] * h.v[i];
+  });
+  sum_t = warp_sum(sum_t) / N, sum_th = warp_sum(sum_th) / N;
+  Row::each([&](int i, int) { t.v[i] = (t.v[i] - sum_t - h.v[i] * sum_th) * inv; });
+  t.store(dx + row * N);
+}
+
+extern "C" __global__ void embedding(const T* table, const int* ids, T* y, Index rows, int num_rows) {
+  Index row = warp_index();
+  if (row >= rows) return;
+  int id = ids[row];
+  Row r;
+  if (id >= 0 && id < num_rows)
+    r.load(table + (Index)id * N);
+  else
+    Row::each([&](int i, int) { r.v[i] = __int_as_float(0x7fffffff); });
+  r.store(y + row * N);
+}
+
+// The first position with an id adds up all positions with that id, in their order, onto dtable: no sort, no atomics.
+extern "C" __global__ void embedding_dtable(const int* ids, const T* g, float* dtable, Index rows, int num_rows) {
+  Index row = warp_index();
+  if (row >= rows) return;
+  int id = ids[row], lane = threadIdx.x % 32;
+  if (id < 0 || id >= num_rows) return;
+  for (Index j = 0; j < row; j += 128) {
+    bool same = false;
+#pragma unroll
+    for (int q = 0; q < 4; q++) same |= j + 32 * q + lane < row && ids[j + 32 * q + lane] == id;
+    if (__any_sync(~0u, same)) return;
+  }
+  Row sum, other;
+  sum.load(g + row * N);
+  for (Index j = row + 1; j < rows; j += 128) {
+    unsigned same[4], any = 0;
+#pragma unroll
+    for (int q = 0; q < 4; q++) any |= same[q] = j + 32 * q + lane < rows && ids[j + 32 * q + lane] == id;
+    if (!__any_sync(~0u, any)) continue;
+    for (int q = 0; q < 4; q++)
+      for (unsigned bits = __ballot_sync(~0u, same[q]); bits; bits &= bits - 1) {
+        other.load(g + (j + 32 * q + __ffs(bits) - 1) * N);
+        Row::each([&](int i, int) { sum.v[i] += other.v[i]; });
+      }
+  }
+  float* out = dtable + (Index)id * N;
+  Row::each([&](int i, int c) { out[c] += sum.v[i]; });
+}
+
+#else  // ---- any shape ----------------------------------------------------------------------------------------
+
+// Columns are added up in two steps: part[y, c] over the rows of y, 8 warps sharing them, then over y.
+template <class F>
+__device__ inline void column_parts(F at, float* part, Index rows, Index n) {
+  __shared__ float sums[8][256];
+  Index c = blockIdx.x * 256 + threadIdx.x % 32 * 8, step = gridDim.y * 8;
+  int warp = threadIdx.x / 32;
+  V8 a = {};
+  if (c < n)
+    for (Index r = blockIdx.y * 8 + warp; r < rows; r += 4 * step) {
+      V8 x[4];  // four loads under way
+#pragma unroll
+      for (int q = 0; q < 4; q++) x[q] = r + q * step < rows ? at(r + q * step, c) : V8{};
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) a.v[j] += x[q].v[j];
+    }
+  store_vector(&sums[warp][threadIdx.x % 32 * 8], a);
+  __syncthreads();
+  float total = 0;
+  for (int i = 0; i < 8; i++) total += sums[i][threadIdx.x];
+  Index own = blockIdx.x * 256 + threadIdx.x;
+  if (own < n) part[blockIdx.y * n + own] = total;
+}
+extern "C" __global__ void column_sum(const T* g, Index stride, float* part, Index rows, Index n) {
+  column_parts([&](Index r, Index c) { return load8(g + r * stride, c, n, VECTORS); }, part, rows, n);
+}
+extern "C" __global__ void norm_dgain(const T* g, const T* x, const float* mean, const float* inverse, float* part,
+                                      Index rows, Index n) {
+  column_parts(
+      [&](Index r, Index c) {
+        V8 a = load8(g + r * n, c, n, VECTORS), h = load8(x + r * n, c, n, VECTORS);
+        float m = mean ? mean[r] : 0, inv = inverse[r];
+#pragma unroll
+        for (int j = 0; j < 8; j++) a.v[j] *= (h.v[j] - m) * inv;
+        return a;
+      },
+      part, rows, n);
+}
+extern "C" __global__ void sum_parts(const float* part, float* out, Index rows, Index n, bool add) {
+  __shared__ float sums[32][33];
+  Index c = blockIdx.x * 32 + threadIdx.x;
+  float total = 0;
+  if (c < n)
+    for (Index r = threadIdx.y; r < rows; r += 32) total += part[r * n + c];
+  sums[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  total = warp_sum(sums[threadIdx.x][threadIdx.y]);
+  c = blockIdx.x * 32 + threadIdx.y;
+  if (threadIdx.x == 0 && c < n) out[c] = add ? out[c] + total : total;
+}
+
+// Elementwise: the first threads take 8 numbers each, the others one of the rest.
+template <class F>
+__device__ inline void elementwise(Index n, F f) {
+  Index i = thread_index(), vectors = VECTORS ? n / 8 : 0;
+  if (i < vectors)
+    f(i * 8, i * 8 + 8);
+  else if (i - vectors < n - 8 * vectors)
+    f(7 * vectors + i, 7 * vectors + i + 1);
+}
+extern "C" __global__ void add(const T* x, const T* y, T* z, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS), b = load8(y, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) a.v[j] += b.v[j];
+    store8(z, i, end, VECTORS, a);
+  });
+}
+extern "C" __global__ void multiply(const T* x, const T* y, T* z, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS), b = load8(y, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) a.v[j] *= b.v[j];
+    store8(z, i, end, VECTORS, a);
+  });
+}
+extern "C" __global__ void select(const T* x, const bool* keep, float scale, T* y, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS);
+    for (int j = 0; j < 8 && i + j < end; j++) a.v[j] = keep[i + j] ? a.v[j] * scale : 0;
+    store8(y, i, end, VECTORS, a);
+  });
+}
+// From 40 on, on both sides, GELU is x or 0 and its derivative 1 or 0: no inf times 0. A nan stays one.
+__device__ inline float from_below(float x) { return x < -40 ? -40 : x; }
+__device__ inline float gelu_tanh(float x, float& d) {
+  float a = 1.5957691216057308f, b = a * 0.044715f, outer = from_below(x), inner = outer > 40 ? 40 : outer;
+  float s = 1 / (1 + __expf(-inner * (a + b * inner * inner)));
+  d = s + inner * s * (1 - s) * (a + 3 * b * inner * inner);
+  return outer * s;
+}
+__device__ inline float gelu_exact(float x, float& d) {
+  float outer = from_below(x), inner = outer > 40 ? 40 : outer, p = 0.5f * erfcf(-inner * 0.7071067811865476f);
+  d = p + inner * 0.3989422804014327f * __expf(-0.5f * inner * inner);
+  return outer * p;
+}
+extern "C" __global__ void gelu(const T* x, T* y, T* d, bool exact, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS), b;
+    for (int j = 0; j < 8; j++) a.v[j] = exact ? gelu_exact(a.v[j], b.v[j]) : gelu_tanh(a.v[j], b.v[j]);
+    store8(y, i, end, VECTORS, a);
+    store8(d, i, end, VECTORS, b);
+  });
+}
+extern "C" __global__ void one_hot(const int* ids, T* y, Index rows, int num_rows, Index stride) {
+  Index i = thread_index();
+  if (i < rows * stride) put(y + i, ids[i / stride] == i % stride ? 1 : 0);
+}
+
+// One block a row, two passes; the second runs backwards and finds most of the row in the L2 cache.
+extern "C" __global__ void cross_entropy(const T* logits, Index stride, const int* targets, float* losses, T* dlogits,
+                                         Index dstride, int n, float smoothing, float weight) {
+  const T* row = logits + blockIdx.x * stride;
+  T* drow = dlogits + blockIdx.x * dstride;
+  const float infinity = __int_as_float(0x7f800000);
+  int target = targets[blockIdx.x], step = blockDim.x * 8, first = threadIdx.x * 8;
+  bool counts = target >= 0;
+  float top = -infinity, total = 0, plain = 0;
+  if (counts)
+    for (int c = first; c < n; c += step) {
+      V8 x = load8(row, c, n, VECTORS);
+      float before = top;
+      for (int j = 0; j < 8; j++)
+        if (c + j < n) top = fmaxf(top, x.v[j]), plain += x.v[j];
+      if (top == -infinity) continue;
+      total *= __expf(before - top);
+      for (int j = 0; j < 8; j++)
+        if (c + j < n) total += __expf(x.v[j] - top);
+    }
+  float highest = block_max(top);
+  total = block_sum(top == -infinity ? 0 : total * __expf(top - highest));
+  if (smoothing) plain = block_sum(plain);
+  float log_sum = highest + __logf(total), even = smoothing / n;
+  if (!threadIdx.x) {
+    float loss = counts ? log_sum - (1 - smoothing) * (target < n ? number(row[target]) : 0) : 0;
+    if (counts && smoothing) loss -= even * plain;
+    losses[blockIdx.x] = target < n ? loss : __int_as_float(0x7fffffff);
+  }
+  for (int c = first < n ? first + (n - 1 - first) / step * step : -1; c >= 0; c -= step) {
+    V8 x = load8(row, c, n, VECTORS);
+    for (int j = 0; j < 8; j++) {
+      float q = even + (c + j == target ? 1 - smoothing : 0);
+      x.v[j] = !counts ? 0 : target < n ? (__expf(x.v[j] - log_sum) - q) * weight : __int_as_float(0x7fffffff);
+    }
+    store8(drow, c, n, VECTORS, x);
+  }
+}
+// x *= factor in place; a factor of 1, which a loss nearly always has, costs nothing.
+extern "C" __global__ void scale_by(T* x, const float* factor, Index n) {
+  float f = *factor;
+  if (f == 1) return;
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) a.v[j] *= f;
+    store8(x, i, end, VECTORS, a);
+  });
+}
+
+// ---- the optimizer: flat float32 arrays, and the copy of type T that ops see -----------------------------------
+
+extern "C" __global__ void square_sum(const float* g, double* part, Index n) {
+  double total = 0;
+  for (Index i = thread_index() * 4; i < n; i += gridDim.x * (Index)blockDim.x * 4) {
+    if (VECTORS && i + 4 <= n) {
+      float4 a = *(const float4*)(g + i);
+      total += (double)a.x * a.x + (double)a.y * a.y + (double)a.z * a.z + (double)a.w * a.w;
+    } else
+      for (Index j = i; j < n && j < i + 4; j++) total += (double)g[j] * g[j];
+  }
+  __shared__ double sums[256];
+  sums[threadIdx.x] = total;
+  for (int d = 128; d; d /= 2) {
+    __syncthreads();
+    if (threadIdx.x < d) sums[threadIdx.x] += sums[threadIdx.x + d];
+  }
+  if (!threadIdx.x) part[blockIdx.x] = sums[0];
+}
+
+// What a step of AdamW needs beside arrays, on the device, so that a captured step may change it.
+struct Scalars {
+  float lr, step;                        // the host writes these
+  float rate, eps, shrink, clip, norm;  // `prepare` makes these of them
+};
+extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, float beta1, float beta2, float eps,
+                                   float decay, float max_norm) {
+  __shared__ double sums[256];
+  double total = 0;
+  for (Index i = threadIdx.x; i < parts; i += 256) total += part[i];
+  sums[threadIdx.x] = total;
+  for (int d = 128; d; d /= 2) {
+    __syncthreads();
+    if (threadIdx.x < d) sums[threadIdx.x] += sums[threadIdx.x + d];
+  }
+  if (threadIdx.x) return;
+  double t = (double)s->step + 1, c1 = 1 - pow((double)beta1, t), c2 = sqrt(1 - pow((double)beta2, t));
+  double norm = sqrt(sums[0]);
+  s->rate = s->lr / c1 * c2, s->eps = eps * c2, s->shrink = s->lr * decay, s->norm = norm;
+  s->clip = norm > max_norm && norm < __longlong_as_double(0x7ff0000000000000) ? max_norm / norm : 1;
+}
+// Where weight decay begins and ends: starts[i] to starts[i + 1] decays if decays[i]. g == 0 marks what is frozen.
+extern "C" __global__ void adamw(float* w, const float* g, float* m, float* v, T* copy, const Scalars* s,
+                                 const Index* starts, const unsigned char* kinds, int runs, float beta1, float beta2,
+                                 Index n) {
+  Index i = thread_index() * 4;
+  if (i >= n) return;
+  int run = 0;
+  for (int high = runs; high - run > 1;) {
+    int middle = (run + high) / 2;
+    if (starts[middle] <= i) run = middle;
+    else high = middle;
+  }
+  Index last = i + 4 < n ? i + 4 : n;
+  float rate = s->rate, eps = s->eps, shrink = s->shrink, clip = s->clip;
+  bool whole = VECTORS && i + 4 <= n;
+  float W[4], G[4], M[4], V[4];
+  if (whole) {
+    *(float4*)W = *(float4*)(w + i), *(float4*)G = *(float4*)(g + i);
+    *(float4*)M = *(float4*)(m + i), *(float4*)V = *(float4*)(v + i);
+  } else
+    for (int j = 0; i + j < last; j++) W[j] = w[i + j], G[j] = g[i + j], M[j] = m[i + j], V[j] = v[i + j];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if (i + j >= last) break;
+    while (run + 1 < runs && starts[run + 1] <= i + j) run++;
+    if (kinds[run] == 2) continue;  // frozen
+    float d = G[j] * clip;
+    M[j] += (1 - beta1) * (d - M[j]);
+    V[j] += (1 - beta2) * (d * d - V[j]);
+    W[j] = W[j] * (kinds[run] ? 1 - shrink : 1) - rate * __fdividef(M[j], sqrtf(V[j]) + eps);
+  }
+  if (whole) {
+    *(float4*)(w + i) = *(float4*)W, *(float4*)(m + i) = *(float4*)M, *(float4*)(v + i) = *(float4*)V;
+#if defined(BF16) || defined(F16)
+    if (copy) *(uint2*)(copy + i) = make_uint2(pack(W[0], W[1]), pack(W[2], W[3]));
+#endif
+  } else
+    for (int j = 0; i + j < last; j++) {
+      w[i + j] = W[j], m[i + j] = M[j], v[i + j] = V[j];
+      if (copy) put(copy + i + j, W[j]);
+    }
+}
+#endif

@@ -1,0 +1,206 @@
+"""Each GPU kernel against NumPy in float64, at its dtype's tolerance: odd widths, unaligned rows, empty arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kernels import CASES, sampler
+
+import minigrad as mg
+from minigrad.backend import Array, is_half, to_device, to_host
+from minigrad.kernels import kernels_of, reference
+from minigrad.precision import dtype_of
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy", reason="needs CuPy")
+gpu = pytest.importorskip("minigrad.kernels.gpu")
+
+DTYPES = ["float32", "bfloat16", "float16"]
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
+SHAPES = [(5, 7), (3, 1), (1, 65), (33, 64), (129, 768), (40, 1000), (1000, 257), (0, 5)]
+HALF_CASES = [
+    case for case in CASES if case.split()[0] in gpu.__all__ and case.split()[0] not in ("adamw", "square_sum")
+]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+generator = np.random.default_rng(3)
+
+
+def draw(dtype: str, *shape: int) -> Array:
+    return generator.standard_normal(shape).astype(dtype_of(dtype))
+
+
+def unaligned(x: Any) -> Any:
+    """Return a copy on the GPU that begins one element after a multiple of 16 bytes."""
+    memory = cupy.empty(x.size + 1, x.dtype)
+    memory[1:] = to_device(x).reshape(-1)
+    return memory[1:].reshape(x.shape)
+
+
+def close(found: Any, expected: Array, dtype: str, grow: float = 1.0) -> None:
+    assert found.shape == expected.shape
+    scale = max(float(abs(expected).max()), 1e-2) if expected.size else 1.0
+    wide = to_host(found).astype(np.float64)
+    np.testing.assert_allclose(wide, expected, rtol=grow * TOLERANCE[dtype], atol=grow * TOLERANCE[dtype] * scale)
+
+
+def wide(value: Any) -> Any:
+    return value.astype(np.float64) if getattr(value, "dtype", np.dtype(int)).kind in "fV" else value
+
+
+@pytest.mark.parametrize("case", HALF_CASES)
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("place", [to_device, unaligned], ids=["aligned", "unaligned"])
+def test_it_gives_what_the_reference_gives_in_float64(case: str, dtype: str, shape: Any, place: Any) -> None:
+    half, name = dtype_of(dtype), case.split()[0]
+    host = [
+        a.astype(half) if getattr(a, "dtype", np.dtype(int)).kind == "f" else a
+        for a in CASES[case](sampler(np.float64), *shape)
+    ]
+    if "norm_d" in name:  # mean and inverse are float32
+        host[2:] = [a.astype(np.float32) if a.shape[1:] == (1,) else a for a in host[2:]]
+    exact = [wide(a) for a in host]
+    device = [place(a) if isinstance(a, np.ndarray) else a for a in host]
+    if name == "embedding_dtable":
+        for add in (False, True):
+            expected, out = exact[2].copy(), to_device(exact[2].astype(np.float32))
+            reference.embedding_dtable(exact[0], exact[1], expected, add)
+            gpu.embedding_dtable(device[0], gpu.checked_ids("ids", device[1], 5), out, add)
+            close(out, expected, "float32", 4)
+        return
+    expected, found = getattr(reference, name)(*exact), getattr(gpu, name)(*device)
+    if not isinstance(expected, tuple):
+        expected, found = (expected,), (found,)
+    for got, want in zip(found, expected, strict=True):
+        close(got, want, "float32" if got.dtype == np.float32 and name.endswith("dgain") else dtype, 4)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 1, 1), (5, 7, 3), (64, 128, 65), (130, 65, 257), (8, 768, 2304), (300, 1, 9)]
+)
+def test_products_of_all_layouts(dtype: str, m: int, k: int, n: int) -> None:
+    a, b, bias = draw(dtype, m, k), draw(dtype, k, n), draw(dtype, n)
+    expected = wide(a) @ wide(b)
+    lefts = [to_device(a), to_device(a.T.copy()).T, unaligned(a), to_device(np.repeat(a, 2, axis=1))[:, ::2]]
+    rights = [to_device(b), to_device(b.T.copy()).T, to_device(np.concatenate([b, b], axis=1))[:, :n]]
+    tight = {"float32": 5e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
+    for left in lefts:
+        for right in rights:
+            y = gpu.product(left, right)
+            assert y.dtype == a.dtype
+            np.testing.assert_allclose(wide(to_host(y)), expected, rtol=tight, atol=tight * (1 + k**0.5))
+            for add in (False, True):
+                out = cupy.ones((m, n), np.float32)
+                gpu.product(left, right, out, add)
+                np.testing.assert_allclose(to_host(out), expected + add, rtol=1e-5, atol=1e-5 * (1 + k))
+    for place in (to_device, unaligned):  # rounded twice where the bias is added to what was rounded
+        y = gpu.linear(lefts[0], rights[0], place(bias))
+        np.testing.assert_allclose(
+            wide(to_host(y)), expected + wide(bias), rtol=2 * tight, atol=2 * tight * (2 + k**0.5)
+        )
+
+
+@each_dtype
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (7, 65), (1000, 257), (8192, 768), (0, 5)])
+def test_sums_over_columns(dtype: str, m: int, n: int) -> None:
+    g = draw(dtype, m, n)
+    for x in (to_device(g), unaligned(g), to_device(g.T.copy()).T):
+        for add in (False, True):
+            out = cupy.ones(n, np.float32)
+            gpu.column_sum(x, out, add)
+            np.testing.assert_allclose(to_host(out), wide(g).sum(0) + add, rtol=1e-5, atol=1e-5 * (1 + m))
+
+
+@each_dtype
+@pytest.mark.parametrize("num_rows", [5, 300, 50_000])
+def test_embeddings_and_ids_out_of_range(dtype: str, num_rows: int) -> None:
+    for n in (1, 65, 768, 5000):
+        table, ids = (
+            draw(dtype, num_rows, n) if n < 100 or num_rows < 1000 else None,
+            generator.integers(0, num_rows, 600),
+        )
+        if table is None:
+            continue
+        checked = gpu.checked_ids("ids", to_device(ids), num_rows)
+        np.testing.assert_array_equal(wide(to_host(gpu.embedding(to_device(table), checked))), wide(table[ids]))
+        g, expected = draw(dtype, 600, n), np.zeros((num_rows, n))
+        np.add.at(expected, ids, wide(g))
+        out = cupy.zeros((num_rows, n), np.float32)
+        gpu.embedding_dtable(to_device(g), checked, out, True)
+        np.testing.assert_allclose(to_host(out), expected, rtol=1e-5, atol=1e-4)
+        if n <= gpu.WIDEST_ROW:
+            bad = gpu.checked_ids("ids", to_device(np.array([0, -1, num_rows])), num_rows)
+            assert np.isnan(wide(to_host(gpu.embedding(to_device(table), bad)))).all(axis=1).tolist() == [
+                False,
+                True,
+                True,
+            ]
+
+
+@each_dtype
+@pytest.mark.parametrize(("m", "n"), [(1, 2), (7, 65), (33, 600), (9, 5001), (4, 50_304)])
+def test_cross_entropy(dtype: str, m: int, n: int) -> None:
+    logits, targets = 3 * draw(dtype, m, n), generator.integers(0, n, m)
+    targets[0] = -1  # does not count
+    for smoothing in (0.0, 0.1):
+        losses, dlogits = reference.cross_entropy(wide(logits), targets, smoothing, 0.25)
+        padded = gpu._new_rows(m, n, logits.dtype)
+        padded[...] = to_device(logits)
+        for x in (to_device(logits), unaligned(logits), padded):
+            found, dfound = gpu.cross_entropy(x, to_device(targets), smoothing, 0.25)
+            np.testing.assert_allclose(to_host(found), losses, rtol=1e-4, atol=1e-4)
+            tight = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-10}[dtype]
+            np.testing.assert_allclose(wide(to_host(dfound)), dlogits, rtol=tight, atol=1e-6)
+            scaled = gpu.cross_entropy_dlogits(dfound, cupy.asarray(2, np.float32), logits.dtype)
+            np.testing.assert_allclose(wide(to_host(scaled)), 2 * dlogits, rtol=2 * tight, atol=2e-6)
+    bad = gpu.checked_ids("targets", to_device(np.full(m, n)), n)
+    losses, dlogits = gpu.cross_entropy(to_device(logits), bad, 0.0, 1.0)
+    assert bool(cupy.isnan(losses).all())
+    assert np.isnan(wide(to_host(dlogits))).all()
+
+
+@pytest.mark.parametrize("n", [1, 7, 1024, 100_003])
+def test_adamw_and_the_sum_of_squares(n: int) -> None:
+    arrays = [generator.standard_normal(n).astype(np.float32) for _ in range(3)] + [
+        generator.random(n).astype(np.float32)
+    ]
+    exact = [wide(a) for a in arrays]
+    reference.adamw(*exact, 0.9, 0.99, 1e-2, 1e-8, 0.999)
+    for place in (to_device, unaligned):
+        found = [place(a) for a in arrays]
+        gpu.adamw(*found, 0.9, 0.99, 1e-2, 1e-8, 0.999)
+        for got, want in zip(found, exact, strict=True):
+            np.testing.assert_allclose(to_host(got), want, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(gpu.square_sum(place(arrays[1])), (wide(arrays[1]) ** 2).sum(), rtol=1e-12)
+    assert gpu.square_sum(to_device(np.full(3, 1e30, np.float32))) > 1e60
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("time", "heads", "head"), [(64, 2, 32), (256, 3, 64), (100, 2, 64), (7, 1, 8), (1024, 2, 128)]
+)
+def test_attention_of_cudnn_is_the_composed_one(dtype: str, time: int, heads: int, head: int) -> None:
+    pytest.importorskip("cudnn")
+    qkv, g = draw(dtype, 2, time, 3 * heads * head), draw(dtype, 2, time, heads * head)
+    exact = mg.Tensor(wide(qkv), requires_grad=True)
+    y = mg.causal_attention(exact, num_heads=heads)
+    mg.backward_with_grad(y, wide(g))
+    found, vjp = gpu.causal_attention(to_device(qkv), heads)
+    dqkv = vjp(to_device(g))
+    for got, want in ((found, y.data), (dqkv, exact.grad)):
+        error = np.linalg.norm(wide(to_host(got)) - want) / np.linalg.norm(want)
+        assert error < 2 * TOLERANCE[dtype], error
+    again = gpu.causal_attention(to_device(qkv), heads)[1](to_device(g))
+    np.testing.assert_array_equal(to_host(again).view(np.uint16), to_host(dqkv).view(np.uint16))
+
+
+def test_the_table_takes_gpu_kernels_by_dtype() -> None:
+    for name in DTYPES:
+        x = to_device(draw(name, 2, 3))
+        assert kernels_of(x).gelu is gpu.gelu
+        assert is_half(x.dtype) == (name != "float32")
+    assert kernels_of(to_device(np.ones(3))).gelu is reference.gelu
+    assert kernels_of(to_device(draw("float32", 3)), to_device(draw("bfloat16", 3))).gelu is reference.gelu
