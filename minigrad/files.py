@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         unfinished.chmod(mode)  # safetensors makes files that nobody else may read
         flush(unfinished)
         os.replace(unfinished, path)
-        os.fsync(folder)
+        _flush(folder)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -46,6 +48,15 @@ def flush(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _flush(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _flush(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # What CIFS and some FUSE say of a folder means that there is no such call, not that it has failed.
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise

@@ -26,11 +26,18 @@ def read_json(path: Path, kind: type[T]) -> T:
 def parse_json(content: bytes | str, kind: type[T], where: str) -> T:
     """Parse what `where` holds, see `read_json`."""
     try:
-        return msgspec.convert(json.loads(content), kind)
-    except msgspec.ValidationError as error:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cannot be read: {error}") from None
+    return as_kind(value, kind, where)
+
+
+def as_kind(value: Any, kind: type[T], where: str) -> T:
+    """Hold what JSON said against a schema, see `read_json`."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON that can be read: {error}") from None
 
 
 def to_json(value: Any, *, indent: int = 0) -> str:

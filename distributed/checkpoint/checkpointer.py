@@ -1,7 +1,7 @@
 """Checkpoints: what a run needs to go on, after a kill at any moment and in any other layout.
 
 A tensor is saved once, under its own name, by one of the ranks that hold it. Which rank that was makes no difference to
-who loads it: a checkpoint has no layout, so every layout loads it. `checkpoint_files` says what lies on the disk.
+who loads it: a checkpoint has no layout, so every layout loads it. `files.py` says what lies on the disk.
 
     checkpoints = Checkpointer("run/checkpoints", comm, model, optimizer)
     loaded = checkpoints.load()                       # None at first
@@ -28,6 +28,7 @@ import numpy as np
 
 from distributed.agreement import first_failure
 from distributed.checkpoint.files import (
+    DTYPES,
     POLL_SECONDS,
     SEEN_SECONDS,
     UNFINISHED,
@@ -35,6 +36,7 @@ from distributed.checkpoint.files import (
     Manifest,
     Saving,
     complete,
+    not_finite,
     read_manifest,
     read_tensors,
 )
@@ -89,9 +91,9 @@ class Checkpointer:
         model: tensors are told apart by name: the same name on two ranks is the same tensor.
         keep_last: how many checkpoints stay; others are removed once a newer one is complete.
     Raises:
-        ValueError: a tensor has no name, or two have the same; the optimizer updates what is not in the model; ranks
-            disagree on a tensor's shape or dtype; keep_last is below 1; or some rank does not see the folder. The same
-            message on every rank.
+        ValueError: a tensor has no name, or two have the same; a file cannot hold its dtype; the optimizer updates what
+            is not in the model; ranks disagree on a tensor's shape or dtype; keep_last is below 1; or some rank does
+            not see the folder. The same message on every rank.
     """
 
     def __init__(
@@ -119,8 +121,9 @@ class Checkpointer:
             step: number of steps that are done.
             state: what else the run needs to go on, as JSON can say it; rank 0's is kept.
         Raises:
-            CheckpointError: the last save failed; the same message on every rank.
-            TypeError: state holds what JSON cannot say; the same message on every rank.
+            CheckpointError: the last save failed, or a weight is infinite or nan: whoever went on from that could only
+                fail. The same message on every rank.
+            TypeError: state holds what JSON cannot say, such as infinity; the same message on every rank.
             ValueError: step is negative, or ranks are not at the same step; the same message on every rank.
             RuntimeError: the folder holds a run that was not loaded: saving would replace it.
         """
@@ -141,6 +144,10 @@ class Checkpointer:
         arrays = self._arrays()
         for name, copy in self._copies.items():
             copy[...] = to_host(arrays[name])
+        wrong = not_finite(_weights(self._copies))
+        failure = first_failure(self._comm, wrong and f"{wrong} is not finite, so step {step} is not saved")
+        if failure is not None:
+            raise CheckpointError(failure)
         save = self._of_rank_0(lambda: secrets.token_hex(8))
         manifest = Manifest(int(step), num_updates, save, self._plan, said)
         self._saving = Saving(self.folder, self._comm.rank, self._copies, manifest, keep_last=self._keep_last)
@@ -215,6 +222,9 @@ class Checkpointer:
         for tensor in self._tensors:
             if not tensor.name or times[_name(tensor)] > 1:
                 return f"every tensor of a checkpoint needs a name of its own, {tensor.label} has none"
+        for name, array in self._arrays().items():
+            if str(array.dtype) not in DTYPES:
+                return f"a checkpoint holds numbers of {', '.join(sorted(DTYPES))}, {name} is {array.dtype}"
         own = set(self._tensors)
         for p in self._optimizer.params:
             if p not in own:
@@ -244,7 +254,9 @@ class Checkpointer:
         try:
             manifest = read_manifest(checkpoint)
             self._check_model(manifest)
-            return manifest, read_tensors(checkpoint, manifest, list(self._arrays())), None, None
+            values = read_tensors(checkpoint, manifest, list(self._arrays()))
+            wrong = not_finite(_weights(values))
+            return manifest, values, wrong and f"{wrong} is not finite in it", None
         except CheckpointError as error:
             return None, {}, str(error), None
         except OSError as error:
@@ -290,9 +302,14 @@ def _is_seen(folder: Path) -> bool:
 def _as_json(state: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Return a state as it will be when it is loaded, or what is wrong with it."""
     try:
-        return json.loads(json.dumps(dict(state))), None
+        return json.loads(json.dumps(dict(state), allow_nan=False)), None
     except (TypeError, ValueError, RecursionError) as error:
         return {}, f"the state of a checkpoint must be what JSON can say: {error}"
+
+
+def _weights(values: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the parameters. A buffer may be infinite, as masks are; the optimizer's averages follow these."""
+    return {name: array for name, array in values.items() if name.startswith("parameter/")}
 
 
 def _name(tensor: Parameter | Buffer) -> str:

@@ -29,16 +29,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from distributed.checkpoint.plan import Stored
+from distributed.checkpoint.plan import Count, Stored
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array
 from minigrad.files import atomic_write, flush
+from minigrad.json_files import as_kind, parse_json
 
 FORMAT = "minigrad checkpoint"
 MANIFEST = "manifest.json"
+HEAD = {"format", "version", "crc32"}  # what a manifest says of itself; its checksum is of everything else
+# What safetensors can keep of NumPy's, each in the order of bytes of this machine.
+DTYPES = {"bool", "bfloat16", "complex64", "float16", "float32", "float64"} | {
+    f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+}
 VERSION = 1  # of the layout above; a reader refuses what is newer than itself
 _PREFIX = "step-"
 UNFINISHED = "saving-"  # begins the names of folders that are no checkpoints: not yet, or not any more
@@ -61,11 +68,21 @@ class Manifest:
         state: the caller's.
     """
 
-    step: int
-    num_updates: int
+    step: Count
+    num_updates: Count
     save: str
     tensors: dict[str, Stored]
     state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Version:
+    version: int
+
+
+@dataclass(frozen=True)
+class _Checksum:
+    crc32: int
 
 
 class Saving:
@@ -128,7 +145,7 @@ class Saving:
             self._part_done.set()
 
     def _write_part(self) -> None:
-        self._unfinished.mkdir(parents=True, exist_ok=True)
+        self._unfinished.mkdir(exist_ok=True)  # not its parents: a folder that somebody removed stays so
         checksums = {name: _checksum(array) for name, array in self._arrays.items()}
         metadata = {"save": self._manifest.save, "crc32": json.dumps(checksums)}
         with atomic_write(_part(self._unfinished, self._rank)) as path:
@@ -154,7 +171,7 @@ def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
     content = asdict(manifest)
     head = {"format": FORMAT, "version": VERSION, "crc32": _checksum_of_json(content)}
     with atomic_write(unfinished / MANIFEST) as path:
-        path.write_text(json.dumps(head | content, indent=1))
+        path.write_text(json.dumps(head | content, indent=1, allow_nan=False))
     folder = unfinished.parent
     checkpoint = folder / f"{_PREFIX}{manifest.step:08d}"
     # One of this step may be there, from before the run went back. It is needed until there is the new one.
@@ -203,26 +220,23 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        content = parse_json(path.read_bytes(), object, path.name)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(f"{path.name} is not of a {FORMAT}")
-        version = content.pop("version")
+        version = as_kind(content, _Version, path.name).version
         if version > VERSION:
             raise CheckpointError(
                 f"it was saved by a newer version of this program: its format is {version}, "
                 f"the newest known here is {VERSION}"
             )
-        if content.pop("crc32") != _checksum_of_json(content):
+        checksum = as_kind(content, _Checksum, path.name).crc32
+        if checksum != _checksum_of_json({name: content[name] for name in content.keys() - HEAD}):
             raise CheckpointError(f"{path.name} has changed since it was saved")
-        tensors = {
-            name: Stored(stored["rank"], tuple(stored["shape"]), stored["dtype"])
-            for name, stored in content["tensors"].items()
-        }
-        return Manifest(content["step"], content["num_updates"], content["save"], tensors, content["state"])
+        return as_kind(content, Manifest, path.name)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(f"there is no {path.name} in it") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, Array]:
@@ -245,7 +259,7 @@ def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> 
                 metadata = file.metadata() or {}
                 if metadata.get("save") != manifest.save:
                     raise CheckpointError(f"{path.name} is of another checkpoint")
-                checksums = json.loads(metadata["crc32"])
+                checksums = parse_json(metadata.get("crc32", ""), dict[str, int], "its list of checksums")
                 for name in wanted:
                     values[name] = array = file.get_tensor(name)
                     stored = manifest.tensors[name]
@@ -259,6 +273,11 @@ def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> 
     return values
 
 
+def not_finite(values: Mapping[str, Array]) -> str | None:
+    """Return the name of a tensor with an infinity or a nan, None where there is none."""
+    return next((name for name, array in values.items() if not np.isfinite(array).all()), None)
+
+
 def _part(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"rank-{rank}.safetensors"
 
@@ -268,7 +287,7 @@ def _checksum(array: Array) -> int:
 
 
 def _checksum_of_json(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())  # of these bytes, in every version
 
 
 def _step_of(checkpoint: Path) -> int:

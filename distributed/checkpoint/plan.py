@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True)
 class Stored:
     """Where a tensor is: in the file of `rank`, with this shape and dtype."""
 
-    rank: int
-    shape: tuple[int, ...]
+    rank: Count
+    shape: tuple[Count, ...]
     dtype: str
 
 

@@ -14,12 +14,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
-
 from common.settings import RunSettings, check
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest
 from distributed.comm.world import launcher_rank, launcher_size, world
-from minigrad.json_files import read_json
+from minigrad.json_files import as_kind, parse_json
 
 S = TypeVar("S", bound=RunSettings)
 
@@ -120,13 +118,13 @@ def read_saved(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
     """
     try:
         if path.name == MANIFEST:
-            saved = msgspec.convert(read_manifest(path.parent).state, Saved)
+            saved = as_kind(read_manifest(path.parent).state, Saved, path.name)
         else:
-            saved = read_json(path, Saved)
+            saved = parse_json(path.read_bytes(), Saved, path.name)
         # All of them, since a type is asked for where it is declared. What is missing has its default, and is left out.
-        settings = msgspec.convert(saved.settings, kind) if saved.script == script_name() else None
+        settings = as_kind(saved.settings, kind, path.name) if saved.script == script_name() else None
     except (OSError, ValueError, CheckpointError) as error:
-        raise ValueError(f"the settings of a run cannot be read from {path}: {error}") from error
+        raise ValueError(f"the settings of a run cannot be read from {path}: {error}") from None
     if settings is None:
         raise ValueError(f"{path} is of a run of {saved.script}, not of {script_name()}")
     known = [f.name for f in fields(kind) if f.name in saved.settings and not f.metadata["once"]]

@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from common.command_line import CHECKPOINTS, METRICS, Saved, fail, flag_of, to_save
@@ -22,6 +21,7 @@ from common.settings import RunSettings
 from distributed import Communicator, ReduceOp, describe, launched_by_mpi
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError, HasTensors
 from distributed.stop import StopRequest
+from minigrad.json_files import as_kind
 from minigrad.optim import Optimizer
 from pipeline import Event, PipelineExecutor
 
@@ -220,7 +220,7 @@ class Run:
         if loaded.step > self.settings.steps:
             raise ValueError(f"--steps must be at least the {loaded.step} that are done, got {self.settings.steps}")
         try:
-            before = msgspec.convert(loaded.state, Saved).settings
+            before = as_kind(loaded.state, Saved, "its state").settings
             batches.load_state_dict(loaded.state["data"])
         except (ValueError, KeyError) as error:
             raise ValueError(f"{loaded.path} is of no such run: {error}") from error

@@ -348,7 +348,19 @@ def file_for_folder(comm, folder):
     Training(comm, folder)
 
 
+class Phases(SGD):
+    """A rule whose state no file can hold."""
+
+    def init(self, data):
+        return {"phase": data.astype(np.complex128)}
+
+
+def state_that_no_file_holds(comm, folder):
+    Training(comm, folder, rule=Phases(0.1))
+
+
 AT_THE_DOOR = {
+    state_that_no_file_holds: r"\[rank 0\] a checkpoint holds numbers of bfloat16, .* is complex128",
     unnamed: r"\[rank {last}\] every tensor of a checkpoint needs a name of its own, .*\(2,\).* has none",
     twice: r"\[rank 0\] every tensor of a checkpoint needs a name of its own, 'mean' has none",
     keep_nothing: r"\[rank {last}\] keep_last must be at least 1, got 0",
@@ -365,6 +377,82 @@ def test_a_mistake_on_one_rank_is_refused_on_all(ranks, folder_of, mistake):
     kind, message = same_everywhere(ranks.run(program))
     assert kind is ValueError
     assert re.match(AT_THE_DOOR[mistake].replace("{last}", str(ranks.size - 1)), message)
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint(ranks, folder_of):
+    """Saved, they would be the newest of the run, and going on from them could only fail."""
+
+    def program(comm):
+        training = Training(comm, folder_of(comm))
+        training.save(1)
+        if comm.rank == comm.size - 1:
+            training.model.own.data[0, 0] = np.nan
+        message = raised(training.checkpoints.save, 2)[1]
+        return message, training.checkpoints.load().step, names(folder_of(comm))
+
+    last = ranks.size - 1
+    message, step, left = same_everywhere(ranks.run(program))
+    assert message == f"[rank {last}] parameter/own {last} is not finite, so step 2 is not saved"
+    assert (step, left) == (1, ["latest", "step-00000001"])
+
+
+def test_weights_that_were_saved_though_not_finite_are_passed_over(ranks, folder_of, monkeypatch):
+    not_finite, looks = checkpoint.not_finite, []
+    monkeypatch.setattr(checkpoint, "not_finite", lambda values: not_finite(values) if looks else None)
+
+    def program(comm):
+        training = Training(comm, folder_of(comm))
+        training.save(1)
+        training.model.shared.data[:] = np.inf
+        training.checkpoints.save(2)  # as it was done before anybody looked
+        training.checkpoints.wait()
+        comm.barrier()
+        looks.append(True)
+        comm.barrier()
+        loaded = training.checkpoints.load()
+        return loaded.step, len(loaded.refused), "parameter/shared is not finite in it" in loaded.refused[0]
+
+    assert same_everywhere(ranks.run(program)) == (1, 1, True)
+
+
+def test_a_buffer_may_be_infinite(ranks, folder_of):
+    def program(comm):
+        training = Training(comm, folder_of(comm))
+        training.model.mean.data[:] = -np.inf
+        training.checkpoints.save(1)
+        training.model.mean.data[:] = 0
+        training.checkpoints.load()
+        return training.model.mean.data.tolist()
+
+    assert ranks.run(program) == [[-np.inf] * 3] * ranks.size
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_whoever_may_read_the_run_may_read_its_checkpoints(ranks, folder_of):
+    def program(comm):
+        folder = folder_of(comm)
+        Training(comm, folder).save(1)
+        plain = folder.parent / f"plain-{comm.rank}"
+        plain.mkdir()
+        (plain / "file").touch()
+        found = {path.stat().st_mode for path in (folder, folder / "step-00000001")}
+        files = {path.stat().st_mode for path in (folder / "step-00000001").iterdir()}
+        return found == {plain.stat().st_mode} and files == {(plain / "file").stat().st_mode}
+
+    assert all(ranks.run(program))
+
+
+def test_a_folder_that_was_removed_is_not_made_anew(ranks, folder_of):
+    def program(comm):
+        folder = folder_of(comm)
+        training = Training(comm, folder)
+        training.save(1)
+        on_rank_0(comm, lambda: shutil.rmtree(folder.parent))
+        training.checkpoints.save(2)
+        kind, message = raised(training.checkpoints.wait)
+        return kind, "No such file or directory" in message, folder.parent.exists()
+
+    assert same_everywhere(ranks.run(program)) == (CheckpointError, True, False)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -437,6 +525,7 @@ def test_a_load_that_failed_allows_no_save(ranks, folder_of):
 
 
 STATES = {"no mapping": 5, "an array": {"x": np.zeros(2)}, "a set": {"x": {1}}, "itself": {}, "bytes": {"x": b""}}
+STATES |= {"infinity": {"best loss": np.inf}}
 STATES["itself"]["x"] = STATES["itself"]
 
 

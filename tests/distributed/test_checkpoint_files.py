@@ -80,7 +80,7 @@ def check(checkpoint: Path, step: int) -> None:
 
 
 def test_what_was_saved_is_read(tmp_path):
-    checkpoint = save(tmp_path / "made" / "on the way", 7)
+    checkpoint = save(tmp_path, 7)
     check(checkpoint, 7)
     assert names(checkpoint) == ["manifest.json", "rank-0.safetensors", "rank-1.safetensors"]
     assert names(checkpoint.parent) == ["latest", "step-00000007"]
@@ -309,22 +309,49 @@ def drop_key(key):
 
 
 JUNK = bytes(range(256)) * 8
+
+
+def forge(**changes):
+    """Change what a manifest says, and its checksum with it: what is left is to hold its content against the schema."""
+
+    def damage(path):
+        content = json.loads(path.read_text()) | changes
+        rest = {name: content[name] for name in content.keys() - checkpoint_files.HEAD}
+        path.write_text(json.dumps(content | {"crc32": checkpoint_files._checksum_of_json(rest)}))
+
+    return damage
+
+
+def forge_tensor(**changes):
+    stored = {"rank": 0, "shape": [2], "dtype": "float32"} | changes
+    return forge(tensors={"parameter/w": stored})
+
+
 MANIFEST_DAMAGE = {
+    "a step in words": (forge(step="8"), r"manifest\.json: Expected `int`, got `str` - at `\$\.step`"),
+    "a negative step": (forge(step=-8), r"manifest\.json: Expected `int` >= 0 - at `\$\.step`"),
+    "no step": (forge(step=None), r"manifest\.json: Expected `int`, got `null` - at `\$\.step`"),
+    "tensors in a list": (forge(tensors=["w"]), r"manifest\.json: Expected `object`, got `array` - at `\$\.tensors`"),
+    "a state in a list": (forge(state=[]), r"manifest\.json: Expected `object`, got `array` - at `\$\.state`"),
+    "a path for a rank": (forge_tensor(rank="../0"), r"Expected `int`, got `str` - at `\$\.tensors\[\.\.\.\]\.rank`"),
+    "a negative rank": (forge_tensor(rank=-1), r"Expected `int` >= 0 - at `\$\.tensors\[\.\.\.\]\.rank`"),
+    "a shape in words": (forge_tensor(shape="2"), r"Expected `array`, got `str` - at `\$\.tensors\[\.\.\.\]\.shape`"),
+    "an infinite size": (forge_tensor(shape=[float("inf")]), r"Expected `int`, got `float` - at `\$\.tensors"),
     "deleted": (Path.unlink, r"there is no manifest\.json in it"),
-    "empty": (cut(0), r"manifest\.json cannot be read: JSONDecodeError"),
-    "torn": (cut(0.6), r"manifest\.json cannot be read: JSONDecodeError"),
-    "torn at the end": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read: JSONDecodeError"),
+    "empty": (cut(0), r"manifest\.json cannot be read: "),
+    "torn": (cut(0.6), r"manifest\.json cannot be read: "),
+    "torn at the end": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read: "),
     "junk": (write(JUNK), r"manifest\.json cannot be read"),
     "a folder": (put_folder, r"there is no manifest\.json in it"),
-    "deep": (write(b"[" * 100_000), r"manifest\.json cannot be read: RecursionError"),
+    "deep": (write(b"[" * 100_000), r"manifest\.json cannot be read: maximum recursion"),
     "a list": (write(b"[]"), r"manifest\.json is not of a minigrad checkpoint"),
     "of another program": (write(b'{"format": "pt", "version": 1}'), "is not of a minigrad checkpoint"),
     "without a format": (drop_key("format"), r"manifest\.json is not of a minigrad checkpoint"),
     "newer": (edit(version=2), "saved by a newer version of this program: its format is 2, the newest known here is 1"),
     "newer and other": (write(b'{"format": "minigrad checkpoint", "version": 7}'), "its format is 7"),
-    "of no version": (edit(version="one"), r"manifest\.json cannot be read: TypeError"),
-    "without a version": (drop_key("version"), r"manifest\.json cannot be read: KeyError: 'version'"),
-    "without a checksum": (drop_key("crc32"), r"manifest\.json cannot be read: KeyError: 'crc32'"),
+    "of no version": (edit(version="one"), r"manifest\.json: Expected `int`, got `str` - at `\$.version`"),
+    "without a version": (drop_key("version"), r"manifest\.json: Object missing required field `version`"),
+    "without a checksum": (drop_key("crc32"), r"manifest\.json: Object missing required field `crc32`"),
     "another step": (edit(step=8), r"manifest\.json has changed since it was saved"),
     "another state": (edit(state={}), r"manifest\.json has changed since it was saved"),
     "other tensors": (edit(tensors={}), r"manifest\.json has changed since it was saved"),
