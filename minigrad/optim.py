@@ -54,6 +54,9 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_learning_rate(self)
+
     def init(self, data: Array) -> dict[str, Array]:
         return {"velocity": _zeros(data)} if self.momentum else {}
 
@@ -77,6 +80,9 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
 
+    def __post_init__(self) -> None:
+        _check_learning_rate(self)
+
     def init(self, data: Array) -> dict[str, Array]:
         return {"m": _zeros(data), "v": _zeros(data)}
 
@@ -88,6 +94,15 @@ class AdamW:
         keep = 1 - lr * self.weight_decay if decay else 1.0
         m, v = state["m"], state["v"]
         kernels_of(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
+
+
+def _check_learning_rate(rule: Rule) -> None:
+    if not callable(rule.lr) and not isinstance(rule.lr, (int, float, np.number)):
+        name = type(rule).__name__
+        raise TypeError(
+            f"{name} takes a learning rate, a number or a function of the step, got {type(rule.lr).__name__}; "
+            f"parameters belong to the optimizer: Optimizer(parameters, {name}(lr=...))"
+        )
 
 
 def _zeros(data: Array) -> Array:
@@ -111,6 +126,8 @@ class Optimizer:
     def __init__(
         self, params: Iterable[Parameter], rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix
     ) -> None:
+        if not hasattr(rule, "update"):
+            raise TypeError(f"Optimizer takes a rule, such as SGD(lr=0.1), got {type(rule).__name__}")
         self.params = list(dict.fromkeys(params))
         self.rule = rule
         self.decays = decays

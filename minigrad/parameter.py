@@ -55,6 +55,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = ("_master", "flat", "hold", "name", "part_of", "start")
+    keeps_values = True
 
     def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
         super().__init__(as_array(data).copy(order="C"), requires_grad=requires_grad)

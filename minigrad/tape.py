@@ -272,6 +272,11 @@ def _set_mode(mode: Mode) -> Iterator[None]:
         _mode.reset(token)
 
 
+def is_recording() -> bool:
+    """Return whether ops record here and now."""
+    return _mode.get().recording
+
+
 def current_hook() -> OpHook | None:
     """Return the hook that ops run in here and now."""
     return _mode.get().hook

@@ -29,6 +29,7 @@ class Tensor:
 
     __slots__ = ("__weakref__", "_data", "_fresh", "_grad", "_version", "node", "requires_grad", "weight_side")
     __array_ufunc__ = None  # NumPy arrays on the left leave the operation to our reflected operators
+    keeps_values = False  # whether it stands for memory that stays, so that `x += y` changes it in place
 
     def __init__(self, data: Any, *, requires_grad: bool = False) -> None:
         if isinstance(data, Tensor):
@@ -187,9 +188,12 @@ class Tensor:
         return f"{type(self).__name__}({self._data!r}{made_by})"
 
     def __array__(self, *args: Any, **kwargs: Any) -> Array:
-        raise TypeError("a Tensor is not an array: NumPy functions leave the tape; use tensor.data")
+        raise TypeError(
+            "a Tensor is not an array, and NumPy would lose its gradient: use minigrad's ops (minigrad.stack for "
+            "a list of tensors), or x.data where no gradient is meant"
+        )
 
-    if TYPE_CHECKING:  # bound in ops/__init__.py, in one table
+    if TYPE_CHECKING:  # bound in ops/operators.py, in one table
 
         def __add__(self, other: Any) -> Tensor: ...
         def __radd__(self, other: Any) -> Tensor: ...

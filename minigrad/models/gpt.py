@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.arguments import as_array
 from minigrad.backend import Array
 from minigrad.nn import (
     Dropout,
@@ -61,6 +62,9 @@ class GPTEmbedding(Module):
         self.drop = Dropout(f"{param.prefix}drop", config.dropout)
 
     def __call__(self, ids: Array, start: int = 0) -> Tensor:
+        ids = as_array(ids)
+        if ids.ndim != 2:
+            raise ValueError(f"token ids must be (B, T), got shape {ids.shape}")
         end = start + ids.shape[1]
         if end > self.context:
             raise ValueError(f"a sequence must be at most as long as the context, got {end} and {self.context}")

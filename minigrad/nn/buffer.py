@@ -20,6 +20,7 @@ class Buffer(Tensor):
     """
 
     __slots__ = ("name",)
+    keeps_values = True
 
     def __init__(self, data: Any, name: str) -> None:
         super().__init__(as_array(data).copy(order="C"))

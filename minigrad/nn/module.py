@@ -12,6 +12,7 @@ from minigrad.backend import Array
 from minigrad.nn.buffer import Buffer
 from minigrad.parameter import Parameter
 from minigrad.tape import current_hook
+from minigrad.tensor import Tensor
 
 Named = TypeVar("Named", bound=Parameter | Buffer)
 
@@ -33,6 +34,29 @@ class Module:
         super().__init_subclass__()
         if "__call__" in vars(cls):
             cls.__call__ = _hooked(cls.__call__)  # type: ignore[method-assign]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Assigning to a buffer copies values in; a parameter gives way to another one only.
+
+        So whoever asked this module for its buffers and parameters, a checkpoint or an optimizer, still has them all.
+
+        Raises:
+            ValueError: the value has another shape than the buffer.
+            TypeError: the value is no array of numbers, or is assigned to a parameter.
+        """
+        before = vars(self).get(name)
+        if value is before or not isinstance(before, (Buffer, Parameter)):
+            super().__setattr__(name, value)
+        elif isinstance(before, Buffer):
+            if isinstance(value, Buffer) and value.name != before.name:
+                raise ValueError(f"the buffer {before.label} cannot become {value.label}: del the attribute first")
+            before.data = value.data if isinstance(value, Tensor) else value
+        elif value is None or isinstance(value, (Parameter, Module)):
+            super().__setattr__(name, value)
+        else:
+            raise TypeError(
+                f"{before.label} is a parameter: assign another Parameter, or give it values with .{name}.data = ..."
+            )
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")

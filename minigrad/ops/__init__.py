@@ -1,10 +1,8 @@
-"""The ops, and the table that binds them to Tensor as operators and methods."""
+"""The ops. `operators.py` binds them to Tensor."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from minigrad.arguments import as_int
+from minigrad.ops import operators  # noqa: F401  # importing it binds the ops to Tensor
 from minigrad.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softplus
 from minigrad.ops.attention import causal_attention, scaled_dot_product_attention
 from minigrad.ops.conv import avg_pool2d, conv2d, max_pool2d
@@ -28,7 +26,7 @@ from minigrad.ops.elementwise import (
     sub,
     tanh,
 )
-from minigrad.ops.indexing import getitem, split
+from minigrad.ops.indexing import getitem
 from minigrad.ops.linalg import linear, matmul, outer, unembed
 from minigrad.ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse
 from minigrad.ops.nn import dropout, embedding, layer_norm, log_softmax, rms_norm, softmax
@@ -47,7 +45,6 @@ from minigrad.ops.shape import (
     swapaxes,
     transpose,
 )
-from minigrad.tensor import Tensor
 
 __all__ = [
     "abs",
@@ -119,55 +116,3 @@ __all__ = [
     "var",
     "where",
 ]
-
-
-def _one_or_many(numbers: tuple[Any, ...]) -> Any:
-    """Let a method take `(2, 3)` and `((2, 3))` alike, as NumPy's do."""
-    return numbers[0] if len(numbers) == 1 and as_int(numbers[0]) is None else numbers
-
-
-def _plain(x: Any) -> Any:
-    return x.data if isinstance(x, Tensor) else x
-
-
-# Comparisons have no gradient and give plain arrays of booleans. There is no ==: tensors are keys of dicts and sets.
-_BOUND: dict[str, Any] = {
-    "__add__": add,
-    "__radd__": lambda self, other: add(other, self),
-    "__sub__": sub,
-    "__rsub__": lambda self, other: sub(other, self),
-    "__mul__": mul,
-    "__rmul__": lambda self, other: mul(other, self),
-    "__truediv__": div,
-    "__rtruediv__": lambda self, other: div(other, self),
-    "__pow__": pow,
-    "__rpow__": lambda self, other: pow(other, self),
-    "__matmul__": matmul,
-    "__rmatmul__": lambda self, other: matmul(other, self),
-    "__neg__": neg,
-    "__abs__": abs,
-    "__lt__": lambda self, other: self.data < _plain(other),
-    "__le__": lambda self, other: self.data <= _plain(other),
-    "__gt__": lambda self, other: self.data > _plain(other),
-    "__ge__": lambda self, other: self.data >= _plain(other),
-    "__getitem__": lambda self, index: getitem(self, index=index),
-    "sum": sum,
-    "mean": mean,
-    "max": max,
-    "min": min,
-    "prod": prod,
-    "var": var,
-    "std": std,
-    "cumsum": cumsum,
-    "clip": clip,
-    "split": split,
-    "squeeze": squeeze,
-    "swapaxes": lambda self, axis1, axis2: swapaxes(self, axis1=axis1, axis2=axis2),
-    "reshape": lambda self, *shape: reshape(self, shape=_one_or_many(shape)),
-    "transpose": lambda self, *axes: transpose(self, axes=_one_or_many(axes) if axes else None),
-    "astype": lambda self, dtype: astype(self, dtype=dtype),
-    "T": property(lambda self: transpose(self)),
-}
-
-for _name, _function in _BOUND.items():
-    setattr(Tensor, _name, _function)

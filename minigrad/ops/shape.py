@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from minigrad.arguments import as_int
+from minigrad.arguments import as_array, as_int
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import axes_of, in_floating_dtype, unbroadcast
 from minigrad.tape import Vjp, op
+from minigrad.tensor import Tensor
 
 
 @op
@@ -29,7 +32,9 @@ def transpose(x: Array, *, axes: Sequence[int] | None = None) -> tuple[Array, tu
         return x.T, (lambda g: g.T,)
     order = axes_of("transpose", x, axes)
     if len(order) != x.ndim:
-        raise ValueError(f"transpose: axes must name each axis once, got {axes} for shape {x.shape}")
+        raise ValueError(
+            f"transpose: axes must name each axis once, got {axes} for shape {x.shape}; swapaxes exchanges two"
+        )
     back = [order.index(i) for i in range(x.ndim)]
     return x.transpose(order), (lambda g: g.transpose(back),)
 
@@ -91,6 +96,19 @@ def broadcast_to(x: Array, *, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     return y, (lambda g: unbroadcast(g, before),)
 
 
+def _takes_a_list(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let an op of any number of arrays take them as one list too, as NumPy's functions do."""
+
+    @functools.wraps(join)
+    def joined(*arrays: Any, axis: int = 0) -> Tensor:
+        if len(arrays) == 1 and isinstance(arrays[0], (list, tuple)):
+            arrays = tuple(arrays[0])
+        return join(*[x if hasattr(x, "shape") else as_array(x) for x in arrays], axis=axis)
+
+    return joined
+
+
+@_takes_a_list
 @op
 def concatenate(*arrays: Array, axis: int = 0) -> tuple[Array, tuple[Vjp, ...]]:
     """Join arrays along an axis that exists.
@@ -114,6 +132,7 @@ def concatenate(*arrays: Array, axis: int = 0) -> tuple[Array, tuple[Vjp, ...]]:
     return y, tuple(vjp_of(x, stop) for x, stop in zip(parts, ends, strict=True))
 
 
+@_takes_a_list
 @op
 def stack(*arrays: Array, axis: int = 0) -> tuple[Array, tuple[Vjp, ...]]:
     """Join arrays of one shape along a new axis.
