@@ -12,6 +12,7 @@ import ctypes
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,11 +24,20 @@ from mpi4py import MPI
 from distributed.comm.abort import JobEnd
 from distributed.comm.calls import Call, CallCheck, call_site
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, Communicator
+from distributed.comm.failure import Heal, RankFailure
+from distributed.comm.mpi_family import MPIFamily, check_ulfm, join
 from distributed.comm.progress import Engine, Operation, Steps, until_done
 from distributed.comm.rank_order import RankOrderReduction
 from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
 from distributed.comm.roll_call import RollCall
-from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow, lack_of_space
+from distributed.comm.shared_memory import (
+    HEADER_BYTES,
+    SharedBuffer,
+    SharedWindow,
+    lack_of_space,
+    map_shared_file,
+    new_shared_file,
+)
 from distributed.comm.topology import short_name
 from distributed.comm.transfer import as_bytes, describe_array, message_size_error
 from distributed.comm.work import Array, Work
@@ -47,6 +57,7 @@ class Settings:
         timeout_seconds: the longest single wait.
         progress_thread: a thread moves unfinished operations, so that nobody has to call progress().
         check_collectives: ranks compare each collective before it starts.
+        survive: the death of a rank raises RankFailure on the others, and ends the job no more.
         max_message_elements: what is longer goes in several messages.
         hosts: the host of each world rank; found out by default. Lets one host pass for several in a test.
     """
@@ -56,28 +67,48 @@ class Settings:
     timeout_seconds: float = 600.0
     progress_thread: bool = False
     check_collectives: bool = False
+    survive: bool = False
     max_message_elements: int = MAX_MESSAGE_ELEMENTS
     hosts: Sequence[str] | None = None
 
 
 def mpi_world(settings: Settings) -> MPICommunicator:
     """Return the communicator of all ranks, and make an uncaught exception on any of them end the job. Collective."""
-    _job_end().on_uncaught_exception()
+    if settings.survive:
+        check_ulfm(MPI)
+        return _world_of(join(MPI) or MPIFamily(MPI, MPI.COMM_WORLD.Dup()), settings)
+    _job_end(MPI.COMM_WORLD).on_uncaught_exception()
     if settings.hosts is None:
-        settings = replace(settings, hosts=_hosts())
+        settings = replace(settings, hosts=_hosts(MPI.COMM_WORLD))
     return MPICommunicator(MPI.COMM_WORLD, settings)
 
 
-def _job_end() -> JobEnd:
-    return JobEnd(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Abort)
+def _world_of(family: MPIFamily, settings: Settings) -> MPICommunicator:
+    """Return a family's world, whoever dies while it is made: then that of the family after it. Collective."""
+    while True:
+        _job_end(family.world).on_uncaught_exception()
+        try:
+            with family.guarded():
+                where = replace(settings, hosts=_hosts(family.world))
+                world = MPICommunicator(family.world, where, family=family)
+            whole = True
+        except RankFailure:
+            whole = False
+        if family.vote(whole):
+            return world
+        family = family.heal(Heal.SHRINK)
 
 
-def _hosts() -> list[str]:
+def _job_end(world: MPI.Comm) -> JobEnd:
+    return JobEnd(world.Get_rank(), world.Abort)
+
+
+def _hosts(world: MPI.Comm) -> list[str]:
     """Return the name of each world rank's host: its first rank there, since names of hosts may repeat. Collective."""
-    part = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    name = part.bcast(f"host of rank {MPI.COMM_WORLD.Get_rank()}")
+    part = world.Split_type(MPI.COMM_TYPE_SHARED)
+    name = part.bcast(f"host of rank {world.Get_rank()}")
     part.Free()
-    return MPI.COMM_WORLD.allgather(name)
+    return world.allgather(name)
 
 
 class MPICommunicator(Communicator):
@@ -88,28 +119,42 @@ class MPICommunicator(Communicator):
 
     Args:
         comm: an intracommunicator.
-        engine: of the family that this one belongs to, so that one progress() moves all of it; a new one by default.
+        engine: of the world that this one is split off, so that one progress() moves all of it; a new one by default.
+        family: that it fails with; None where a death ends the job.
     Raises:
         ValueError: a setting is out of range.
         RuntimeError: settings.progress_thread with an MPI that allows only one thread.
     """
 
-    def __init__(self, comm: MPI.Comm, settings: Settings | None = None, *, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        settings: Settings | None = None,
+        *,
+        engine: Engine | None = None,
+        family: MPIFamily | None = None,
+    ) -> None:
         settings = settings or Settings()
         super().__init__(comm.Get_rank(), comm.Get_size(), max_message_elements=settings.max_message_elements)
         self._settings = settings
-        self._members = list(MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group()))
-        self._engine = engine or _new_engine(comm, self._members, settings)
-        self._comm = comm.Dup()
+        self._family = family
+        world = MPI.COMM_WORLD if family is None else family.world
+
+        def duplicate() -> MPI.Comm:
+            return comm.Dup() if family is None else family.add(comm.Dup())
+
+        self._members = list(MPI.Group.Translate_ranks(comm.Get_group(), None, world.Get_group()))
+        self._engine = engine or _new_engine(duplicate(), self._members, settings, family)
+        self._comm = duplicate()
         # Below 4 ranks Open MPI's Iallreduce reduces to one rank and broadcasts: twice the bytes of an exchange.
         far_apart = settings.hosts is not None and len({settings.hosts[rank] for rank in self._members}) > 1
         in_rank_order = settings.deterministic or (far_apart and self.size < 4)
-        self._in_rank_order = RankOrderReduction(comm.Dup(), comm.Dup()) if in_rank_order else None
+        self._in_rank_order = RankOrderReduction(duplicate(), duplicate()) if in_rank_order else None
         self._max_tag = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
-        self._label = "" if self.size == MPI.COMM_WORLD.Get_size() else f" among ranks {self._members}"
+        self._label = "" if self.size == world.Get_size() else f" among ranks {self._members}"
         self._check: CallCheck | None = None
         if settings.check_collectives:
-            asked = comm.Dup()
+            asked = duplicate()
             self._check = CallCheck(lambda row: _allgather(asked, row), self._label)
         self._num_collectives = 0
         self._shared: list[SharedBuffer] = []
@@ -143,7 +188,25 @@ class MPICommunicator(Communicator):
         self._engine.progress()
 
     def abort(self, message: str) -> NoReturn:
-        _job_end()(message)
+        _job_end(MPI.COMM_WORLD if self._family is None else self._family.world)(message)
+
+    # Deaths.
+
+    @property
+    def is_newcomer(self) -> bool:
+        return self._family is not None and self._family.is_newcomer
+
+    def vote(self, yes: bool) -> bool:
+        return yes if self._family is None else self._family.vote(yes)
+
+    def heal(self, how: Heal) -> Communicator:
+        if self._family is None:
+            return super().heal(how)
+        return _world_of(self._family.heal(how), self._settings)
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Let errors of calls that no operation makes be those of the family."""
+        return nullcontext() if self._family is None else self._family.guarded()
 
     # Collectives. Each is launched by its steps, and these run only once the ranks have compared their calls.
 
@@ -229,10 +292,11 @@ class MPICommunicator(Communicator):
     def _split(self, color: int, key: int) -> Communicator:
         # Once all ranks are here the calls of MPI that block are short.
         self._collective(Call("split"), self._pass_barrier()).wait()
-        return self._child(self._comm.Split(color, key))
+        with self._guarded():
+            return self._child(self._comm.Split(color, key))
 
     def _child(self, part: MPI.Comm) -> MPICommunicator:
-        child = MPICommunicator(part, self._settings, engine=self._engine)
+        child = MPICommunicator(part, self._settings, engine=self._engine, family=self._family)
         part.Free()
         return child
 
@@ -240,11 +304,13 @@ class MPICommunicator(Communicator):
 
     def _isend(self, array: Array, dest: int, tag: int) -> Work:
         isend = self._comm.Issend if self._settings.synchronous_sends else self._comm.Isend
-        request = isend([as_bytes(array), MPI.BYTE], dest, tag)
+        with self._guarded():
+            request = isend([as_bytes(array), MPI.BYTE], dest, tag)
         return self._start(until_done(request, array), lambda: f"send to {dest} tag {tag} of {_spec(array)}")
 
     def _irecv(self, array: Array, source: int, tag: int) -> Work:
-        request = self._comm.Irecv([as_bytes(array), MPI.BYTE], source, tag)
+        with self._guarded():
+            request = self._comm.Irecv([as_bytes(array), MPI.BYTE], source, tag)
         steps = _receive(request, array, source, tag)
         return self._start(steps, lambda: f"recv from {source} tag {tag} of {_spec(array)}")
 
@@ -253,7 +319,8 @@ class MPICommunicator(Communicator):
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
         """See `Communicator.buffer`: shared memory where every host has as many ranks as every other, and several."""
         num_bytes = num_elements * dtype.itemsize
-        host, between = self._split_by_host()
+        with self._guarded():
+            host, between = self._split_by_host()
         by_rank = self.gather_objects((host.size, lack_of_space(num_bytes * host.size)))
         host_sizes = {size for size, _ in by_rank}
         plain = super()._buffer(num_elements, dtype)
@@ -292,6 +359,8 @@ class MPICommunicator(Communicator):
         Returns:
             The window, or None and what is wrong.
         """
+        if self._family is not None:
+            return self._shared_file(num_bytes)
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})  # each rank's part begins a page, near its own core
         try:
             window = MPI.Win.Allocate_shared(num_bytes, 1, info, comm=cast(MPI.Intracomm, self._comm))
@@ -305,6 +374,15 @@ class MPICommunicator(Communicator):
         window.Sync()
         self.barrier()
         return SharedWindow(self.rank, parts, window.Sync), None
+
+    def _shared_file(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
+        """Do what `shared_window` does without MPI, whose windows are not made for deaths. Collective."""
+        path = self.broadcast_object(new_shared_file(num_bytes * self.size) if self.rank == 0 else None)
+        window = map_shared_file(path, self.rank, self.size, num_bytes)
+        self.barrier()
+        if self.rank == 0:
+            Path(path).unlink()  # it lives as long as somebody has it mapped
+        return window, None
 
     def _reads_gpu_memory(self, call: str) -> bool:
         return call in _GPU_CALLS and self._in_rank_order is None and is_cuda_aware()
@@ -327,7 +405,7 @@ class MPICommunicator(Communicator):
         return self._engine.start(steps, lambda: describe() + self._label + self._describe_context())
 
 
-def _new_engine(comm: MPI.Comm, members: Sequence[int], settings: Settings) -> Engine:
+def _new_engine(comm: MPI.Comm, members: Sequence[int], settings: Settings, family: MPIFamily | None) -> Engine:
     if settings.progress_thread and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
             "progress_thread=True needs an MPI that allows calls from several threads, this one does not"
@@ -336,7 +414,8 @@ def _new_engine(comm: MPI.Comm, members: Sequence[int], settings: Settings) -> E
         rank=members[comm.Get_rank()],
         timeout_seconds=settings.timeout_seconds,
         thread=settings.progress_thread,
-        roll_call=RollCall(comm.Dup(), members),
+        roll_call=RollCall(comm, members),
+        fault_watch=family,
     )
     atexit.register(engine.stop)  # before mpi4py ends MPI
     return engine

@@ -26,6 +26,16 @@ class Request(Protocol):
     def Test(self) -> bool: ...
 
 
+class FaultWatch(Protocol):
+    """What notices that ranks have died, in a world that survives it."""
+
+    def check(self) -> None:
+        """Raise RankFailure if it knows of a death."""
+
+    def translate(self, error: Exception) -> Exception:
+        """Return RankFailure for an error that a death has caused, any other error as it is."""
+
+
 def until_done(request: Request, result: Array, *kept: Array) -> Steps:
     """Wait for one request.
 
@@ -50,6 +60,7 @@ class Engine:
         timeout_seconds: the longest single wait.
         thread: whether a thread of the engine's own polls too, while anything is unfinished.
         roll_call: asks the other ranks what they wait for, for an error message; it is answered in waits.
+        fault_watch: ends waits when a rank has died; None where that ends the job.
     Attributes:
         wait_clock: time spent in wait_for; what the engine's own thread does is no wait.
     Raises:
@@ -57,7 +68,13 @@ class Engine:
     """
 
     def __init__(
-        self, *, rank: int, timeout_seconds: float, thread: bool = False, roll_call: RollCall | None = None
+        self,
+        *,
+        rank: int,
+        timeout_seconds: float,
+        thread: bool = False,
+        roll_call: RollCall | None = None,
+        fault_watch: FaultWatch | None = None,
     ) -> None:
         if timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
@@ -65,6 +82,7 @@ class Engine:
         self.timeout_seconds = timeout_seconds
         self.wait_clock = WaitClock()
         self._roll_call = roll_call
+        self._fault_watch = fault_watch
         self._lock = threading.RLock()  # one thread moves an operation; one operation may start another
         self._unfinished: dict[Operation, None] = {}  # in order of launch
         self._last_progress = 0.0
@@ -100,6 +118,7 @@ class Engine:
 
         Raises:
             TimeoutError: it took too long.
+            RankFailure: a rank has died.
         """
         start = time.perf_counter()
         next_look = start + LOOK_SECONDS
@@ -109,6 +128,8 @@ class Engine:
                 if now - start < _SPIN_SECONDS:
                     continue
                 self.progress()
+                if self._fault_watch is not None:
+                    self._fault_watch.check()
                 if now - start > self.timeout_seconds:
                     others = "" if self._roll_call is None else self._roll_call.ask(operation.describe)
                     raise TimeoutError(
@@ -116,9 +137,16 @@ class Engine:
                         f"{operation.describe()}{others}"
                     )
                 if self._roll_call is not None and now > next_look:
-                    self._roll_call.answer(operation.describe)
+                    try:
+                        self._roll_call.answer(operation.describe)
+                    except Exception as error:
+                        raise self.translate(error) from error
                     next_look = now + LOOK_SECONDS
                 os.sched_yield()  # a rank without a core of its own would take its neighbour's
+
+    def translate(self, error: Exception) -> Exception:
+        """Return what an operation's error means."""
+        return error if self._fault_watch is None else self._fault_watch.translate(error)
 
     def stop(self) -> None:
         """End the engine's thread, if it has one; nothing moves by itself afterwards."""
@@ -186,7 +214,7 @@ class Operation(Work):
         except StopIteration as end:
             self._result = end.value
         except Exception as error:
-            self._error = error
+            self._error = self._engine.translate(error)
         else:
             return False
         finally:

@@ -14,7 +14,9 @@ This file knows no MPI: it is given the memory.
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +129,20 @@ def lack_of_space(num_bytes: int) -> str | None:
     if num_bytes <= free:
         return None
     return f"{_FOLDER} has {free >> 20} MiB free, and {(num_bytes >> 20) + 1} MiB are needed"
+
+
+def new_shared_file(num_bytes: int) -> str:
+    """Make a file of so many bytes, zeros, in memory; return its path."""
+    descriptor, path = tempfile.mkstemp(prefix="minigrad-", dir=_FOLDER)
+    os.truncate(descriptor, num_bytes)
+    os.close(descriptor)
+    return path
+
+
+def map_shared_file(path: str, rank: int, num_ranks: int, num_bytes: int) -> SharedWindow:
+    """Return a part of a shared file for each rank, for processors that make writes visible in their order (x86)."""
+    whole = np.memmap(path, np.uint8, "r+", shape=(num_ranks, num_bytes))
+    return SharedWindow(rank, [np.asarray(part) for part in whole], lambda: None)
 
 
 def _address(array: Array) -> int:

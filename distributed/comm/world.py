@@ -32,6 +32,7 @@ def world(
     timeout_seconds: float = 600.0,
     progress_thread: bool = False,
     check_collectives: bool | None = None,
+    survive: bool = False,
 ) -> Communicator:
     """Return the communicator of all ranks of this job.
 
@@ -48,8 +49,11 @@ def world(
         check_collectives: ranks compare each collective before it starts; where they make different ones, all raise
             RuntimeError with both calls and their lines. Costs one small message a call. By default as the environment
             says: MINIGRAD_CHECK_COLLECTIVES=1. `LocalWorld` always compares.
+        survive: the death of a rank raises RankFailure on the others, who can go on: see `distributed.recovery`. Needs
+            Open MPI 5 under `mpirun --with-ft ulfm`.
     Raises:
-        RuntimeError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs.
+        RuntimeError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs; or
+            this MPI cannot do what is asked.
     """
     if not launched_by_mpi():
         return SoloCommunicator()
@@ -61,6 +65,7 @@ def world(
         deterministic=deterministic,
         timeout_seconds=timeout_seconds,
         progress_thread=progress_thread,
+        survive=survive,
         check_collectives=_environment_flag(_CHECK_VARIABLE) if check_collectives is None else check_collectives,
     )
     os.environ[_RANK_PROCESS] = f"{os.getpid()} {_launch(os.environ)}"

@@ -16,6 +16,8 @@ from distributed.comm.local import Killed
 from distributed.recovery import recovering
 from distributed.recovery.buddies import Buddies
 from distributed.recovery.state import MissingError, arrays_of, hand_over
+from minigrad import rng
+from minigrad.nn import Buffer
 
 TIMEOUT_SECONDS = 60.0
 
@@ -129,23 +131,31 @@ def test_a_death_while_others_recover(calls):
 
 
 def test_what_a_failed_attempt_drew_and_changed_is_forgotten():
-    """Data goes back, and buffers too: a forward may write into them before the death is seen."""
+    """Data goes back, and buffers too: a forward writes into them before the death is seen."""
+
+    def build(comm):
+        toy = builder()(comm)
+        next(iter(toy.model)).count = Buffer(np.zeros(1), "count")
+        return toy
 
     def program(comm):
-        build = builder()
-        positions = []
-        died = False
-        for attempt in recovering(comm, build, num_steps=2):
+        drawn = []
+        for attempt in recovering(comm, build, num_steps=3):
             with attempt as toy:
-                toy.data.next()
-                positions.append(toy.data.state_dict()["position"])
-                if attempt.step == 1 and comm.rank == 1 and not comm.is_newcomer and not died:
+                x, y = toy.data.next()
+                drawn.append(toy.data.state_dict()["position"])
+                (counter,) = toy.model.buffers()
+                counter.data[0] += 1
+                if attempt.step == 1 and comm.rank == 1 and not comm.is_newcomer:
                     raise Killed
+                toy.optimizer.zero_grad()
+                with rng.scope(seed=3, step=attempt.step, first_sample=0):
+                    toy.pipe.step(x, y, hooks=toy.ddp.hooks(num_samples=len(x)))
+                toy.ddp.wait()
                 attempt.commit()
-        return positions
+        return drawn, counter.data[0]
 
-    positions = world(2).run(program)[0]
-    assert positions == [12, 24, 24]
+    assert world(2).run(program) == [([12, 24, 24, 36], 3.0), ([24, 36], 3.0)]
 
 
 def test_it_is_an_error_to_forget_the_commit_or_to_do_it_twice():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,12 @@ def train(
             losses.setdefault(step, []).append(loss)
             parameters = {p.name: p.data.copy() for p in attempt.training.model.parameters()}
     return parameters, losses, recoveries
+
+
+def digest(parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the first name and a hash of all values."""
+    names = sorted(parameters)
+    return names[0], sha256(b"".join(parameters[name].tobytes() for name in names)).hexdigest()
 
 
 def kill() -> None:

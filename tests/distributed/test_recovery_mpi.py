@@ -1,0 +1,114 @@
+"""Real kills: ranks that are processes die of SIGKILL, and the run ends with the bits of the undisturbed one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import MPIRUN, ROOT, environ
+from toy_recovery import builder, digest, train
+
+from distributed import LocalWorld
+
+PROGRAM = """
+import json, os, signal, sys
+from toy_recovery import builder, digest, train
+from distributed import world
+from distributed.recovery import Heal
+
+dies, pp, how = json.loads(sys.argv[1])
+dies = {int(rank): tuple(moment) for rank, moment in dies.items()}
+if "heal" in how:
+    how["heal"] = Heal(how["heal"])
+comm = world(survive=True, deterministic=True, timeout_seconds=60)
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+parameters, losses, recoveries = train(comm, builder(pp), dies=dies, die=die, **how)
+print(json.dumps([comm.rank, *digest(parameters), [r.source for r in recoveries]]), flush=True)
+"""
+
+
+def survives() -> bool:
+    info = MPIRUN and shutil.which("ompi_info", path=str(Path(MPIRUN).parent))
+    if not info:
+        return False
+    return "FT MPI support: yes" in subprocess.run([info], capture_output=True, text=True, timeout=60).stdout
+
+
+pytestmark = pytest.mark.skipif(not survives(), reason="needs Open MPI with ULFM")
+
+
+def run(folder, num_ranks, dies, pp=1, **how):
+    """Run the program on ranks that die; return (name of the first parameter, digest) and the sources, over ranks."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    given = json.dumps([dies, pp, how])
+    command = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), str(script), given]
+    result = subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+    return {tuple(line[1:3]) for line in lines}, {source for line in lines for source in line[3]}, lines
+
+
+def undisturbed(num_ranks, pp=1):
+    """What threads end with, which sum in rank order too."""
+    return {digest(result[0]) for result in LocalWorld(num_ranks).run(train, builder(pp))}
+
+
+def test_replicas_are_replaced_to_the_same_bits(tmp_path):
+    found, sources, lines = run(tmp_path, 3, {1: (1, "hook"), 0: (2, "reduced")})
+    assert found == undisturbed(3)
+    assert sources == {"a living rank"}
+    assert sorted(line[0] for line in lines) == [0, 1, 2]
+
+
+def test_two_die_at_once_and_a_pipeline_is_whole_again(tmp_path):
+    found, sources, _ = run(tmp_path, 4, {0: (1, "hook"), 3: (1, "begin")}, pp=2)
+    assert (found, sources) == (undisturbed(4, 2), {"a living rank"})
+
+
+def test_a_stage_comes_back_from_its_buddy(tmp_path):
+    found, sources, _ = run(tmp_path, 2, {1: (2, "hook")}, pp=2, buddy_every=1)
+    assert (found, sources) == (undisturbed(2, 2), {"a buddy's copy"})
+
+
+def test_the_others_go_on(tmp_path):
+    found, sources, lines = run(tmp_path, 3, {2: (1, "committed")}, heal="shrink")
+    assert len(found) == 1
+    assert sources == {"a living rank"}
+    assert sorted(line[0] for line in lines) == [0, 1]
+
+
+def test_a_bug_ends_the_job(tmp_path):
+    script = tmp_path / "bug.py"
+    script.write_text(
+        "from distributed import world\ncomm = world(survive=True)\nassert comm.rank != 1, 'a bug'\ncomm.barrier()\n"
+    )
+    command = [sys.executable, "-m", "distributed.recovery", "-n", "2", str(script)]
+    result = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
+    assert result.returncode not in (0, 137)
+    assert "[rank 1] AssertionError: a bug" in result.stderr
+
+
+def test_without_the_switch_one_line_says_what_is_missing(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("from distributed import world\nworld(survive=True)\n")
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "mpi4py", str(script)]
+    result = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "needs Open MPI 5 under `mpirun --with-ft ulfm`, not Open MPI" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-n", "0", "x.py"], "-n must be at least 1, got 0"),
+        (["-n", "2", "no-such.py"], "there is no no-such.py"),
+    ],
+)
+def test_the_command_says_what_is_wrong(flags, message):
+    command = [sys.executable, "-m", "distributed.recovery", *flags]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (2, f"python -m distributed.recovery: {message}\n")
