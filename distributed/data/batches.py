@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from distributed.data.token_files import Tokens, check_row
+from distributed.data.token_files import Tokens, as_row, check_whole
 
 Int64s = NDArray[np.int64]
 
@@ -121,7 +121,7 @@ class TokenBatches:
     Memory-mapped tokens are read window by window, as they are drawn.
 
     Args:
-        tokens: (n,) integers, more than context.
+        tokens: (n,) integers in an array or a list, more than context.
         batch_size: windows in a batch, over all replicas.
         context: tokens in a window.
         seed, rank, size: as for Sampler.
@@ -132,9 +132,9 @@ class TokenBatches:
     """
 
     def __init__(
-        self, tokens: Tokens, *, batch_size: int, context: int, seed: int, rank: int = 0, size: int = 1
+        self, tokens: ArrayLike, *, batch_size: int, context: int, seed: int, rank: int = 0, size: int = 1
     ) -> None:
-        _check(tokens, context)
+        tokens = _row(tokens, context)
         # One window less than would fit, where there are two: room for the start to move.
         num_windows = max(1, len(tokens) // context - 1)
         self.sampler = Sampler(num_windows, batch_size=batch_size, seed=seed, rank=rank, size=size)
@@ -142,6 +142,7 @@ class TokenBatches:
         self._context = context
         self._seed = seed
         self._num_offsets = len(tokens) - num_windows * context
+        check_whole(tokens)
         start = zlib.crc32(tokens[:_COMPARED].tobytes())
         self._stream = self.sampler.state_dict() | {"context": context, "num_tokens": len(tokens), "crc32": start}
         del self._stream["position"]
@@ -179,7 +180,7 @@ class TokenBatches:
 
 
 def validation_batches(
-    tokens: Tokens, *, batch_size: int, context: int, rank: int = 0, size: int = 1
+    tokens: ArrayLike, *, batch_size: int, context: int, rank: int = 0, size: int = 1
 ) -> Iterator[tuple[Int64s, Int64s]]:
     """Yield all windows that do not overlap, in order, in batches of nearly equal size, at least `batch_size`.
 
@@ -191,13 +192,13 @@ def validation_batches(
     Yields:
         x, y: (windows, context) each, y one token later.
     """
-    _check(tokens, context)
+    row = _row(tokens, context)
     _check_place(rank, size)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    starts = np.arange(0, len(tokens) - context, context)
+    starts = np.arange(0, len(row) - context, context)
     batches = np.array_split(starts, max(1, len(starts) // batch_size))
-    return (_windows(tokens, batch, context) for batch in batches[rank::size])
+    return (_windows(row, batch, context) for batch in batches[rank::size])
 
 
 def _position_in(state: Mapping[str, Any], stream: Mapping[str, int]) -> int:
@@ -211,8 +212,8 @@ def _position_in(state: Mapping[str, Any], stream: Mapping[str, int]) -> int:
         position = operator.index(state["position"])
     except TypeError:
         position = -1
-    if position < 0:
-        raise ValueError(f"the position in the data must be an integer from 0, got {state['position']!r}")
+    if not 0 <= position < 2**63:
+        raise ValueError(f"the position in the data must be an integer from 0 to 2**63 - 1, got {state['position']!r}")
     return position
 
 
@@ -221,13 +222,15 @@ def _check_place(rank: int, size: int) -> None:
         raise ValueError(f"rank must be from 0 to size - 1, got rank={rank} and size={size}")
 
 
-def _check(tokens: Tokens, context: int) -> None:
-    check_row(tokens)
-    if not 1 <= context < len(tokens):
-        raise ValueError(f"context must be at least 1 and below the number of tokens, got {context} and {len(tokens)}")
+def _row(tokens: ArrayLike, context: int) -> Tokens:
+    row = as_row(tokens)
+    if not 1 <= context < len(row):
+        raise ValueError(f"context must be at least 1 and below the number of tokens, got {context} and {len(row)}")
+    return row
 
 
 def _windows(tokens: Tokens, starts: Int64s, context: int) -> tuple[Int64s, Int64s]:
+    check_whole(tokens)
     windows = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
     return windows[:, :-1], windows[:, 1:]
 

@@ -6,18 +6,20 @@ any other file, or of a directory of files.
 
 from __future__ import annotations
 
+import mmap
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from minigrad.files import atomic_write
 
 Tokens = NDArray[np.integer[Any]]
 
+NUM_BYTES = 256
 _BLOCK = 1 << 22  # tokens checked at a time
 
 
@@ -28,7 +30,8 @@ def read_tokens(path: str | Path, *, vocab_size: int | None = None) -> Tokens:
         path: an `.npy` file, one-dimensional and of integers; any other file, taken as bytes; or a directory, whose
             files are joined with an empty line between them, in the order of their names. A directory's text is held
             in memory. Left out are empty files, hidden ones, and links to directories.
-        vocab_size: check all tokens to be below it, which reads the whole file, unless its dtype says so already.
+        vocab_size: check all tokens to be below it, which reads the whole file, unless its dtype says so already. Above
+            256 a file of bytes is refused: it may be tokens that another program wrote.
     Returns:
         (n,) integers, n at least 1, read-only; bytes are uint8.
     Raises:
@@ -45,18 +48,23 @@ def read_tokens(path: str | Path, *, vocab_size: int | None = None) -> Tokens:
     if len(tokens) == 0:
         raise ValueError(f"there must be at least one token, got an empty {path}")
     if vocab_size is not None:
+        if vocab_size > NUM_BYTES and path.suffix != ".npy" and not path.is_dir():
+            raise ValueError(
+                f"{path} would be read as bytes, of which there are {NUM_BYTES}, got vocab_size={vocab_size}: "
+                "tokens of a larger vocabulary are .npy files, such as write_tokens makes"
+            )
         check_range(tokens, vocab_size, str(path))
     return tokens
 
 
-def write_tokens(path: str | Path, tokens: Tokens | Iterable[Tokens], *, vocab_size: int) -> None:
+def write_tokens(path: str | Path, tokens: Tokens | Iterable[ArrayLike], *, vocab_size: int) -> None:
     """Write tokens to an `.npy` file, in the smallest dtype that holds them.
 
     The file appears under its name once it is complete; a failure leaves what was there before.
 
     Args:
         path: ends in `.npy`; the directory is there.
-        tokens: (n,) integers, or parts of them (a generator may tokenize one text at a time).
+        tokens: (n,) integers, or parts of them, arrays or lists (a generator may tokenize one text at a time).
         vocab_size: all tokens are below it.
     Raises:
         ValueError: the name has another ending, a part is no row of integers, a token is out of range, or all is empty.
@@ -72,9 +80,9 @@ def write_tokens(path: str | Path, tokens: Tokens | Iterable[Tokens], *, vocab_s
     num_tokens = 0
     with atomic_write(path) as unfinished, unfinished.open("wb") as file:
         _write_header(file, dtype, num_tokens)
-        for i, part in enumerate(parts):
+        for i, given in enumerate(parts):
             name = f"part {i} of the tokens"
-            check_row(part, name)
+            part = as_row(given, name)
             check_range(part, vocab_size, name)
             file.write(part.astype(dtype).data)
             num_tokens += len(part)
@@ -84,14 +92,37 @@ def write_tokens(path: str | Path, tokens: Tokens | Iterable[Tokens], *, vocab_s
         _write_header(file, dtype, num_tokens)  # as long as before: NumPy leaves room for any number
 
 
-def check_row(tokens: Tokens, name: str = "tokens") -> None:
-    """Check that an array is a row of integers.
+def as_row(tokens: ArrayLike, name: str = "tokens") -> Tokens:
+    """Return tokens, in a list or an array, as a row of integers; an array as it is.
 
     Raises:
         ValueError: it has another number of dimensions or another dtype.
     """
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers in one dimension, got {tokens.dtype} of shape {tokens.shape}")
+    try:
+        row = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be integers in one dimension: {error}") from error
+    if row.size == 0 and not isinstance(tokens, np.ndarray):
+        row = row.astype(np.int64)  # an empty list says nothing of its dtype
+    if row.ndim != 1 or row.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers in one dimension, got {row.dtype} of shape {row.shape}")
+    return row
+
+
+def check_whole(tokens: Tokens) -> None:
+    """Check that the file behind mapped tokens is as long as it was: a read beyond its end kills the process (SIGBUS).
+
+    It costs a microsecond; call it before each read. What shrinks between the two still kills.
+
+    Raises:
+        ValueError: it has shrunk.
+    """
+    mapping: Any = tokens
+    while isinstance(mapping, np.ndarray):
+        mapping = mapping.base
+    if isinstance(mapping, mmap.mmap) and mapping.size() < len(mapping):
+        where = getattr(tokens, "filename", None) or "a file of tokens"
+        raise ValueError(f"{where} has shrunk from {len(mapping)} bytes to {mapping.size()} while it was being read")
 
 
 def check_range(tokens: Tokens, vocab_size: int, name: str) -> None:
@@ -104,6 +135,7 @@ def check_range(tokens: Tokens, vocab_size: int, name: str) -> None:
     if info.min == 0 and info.max < vocab_size:
         return
     for start in range(0, len(tokens), _BLOCK):
+        check_whole(tokens)
         block = tokens[start : start + _BLOCK]
         wrong = (block < 0) | (block >= vocab_size)
         if wrong.any():
@@ -127,8 +159,7 @@ def _map(path: Path) -> Tokens:
     except Exception as error:  # a damaged header may fail anywhere in Python's parser, which NumPy uses
         reason = str(error).partition("\n")[0]
         raise ValueError(f"an .npy file must be whole and hold numbers, got {path}: {reason}") from error
-    check_row(tokens, str(path))
-    return tokens
+    return as_row(tokens, str(path))
 
 
 def _join(folder: Path) -> Tokens:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from distributed.data.token_files import Tokens, check_range, read_tokens
+from distributed.data.token_files import Tokens, check_range, check_whole, read_tokens
 
 Int64s = NDArray[np.int64]
 
@@ -67,6 +67,7 @@ def trigram_nats(train: Tokens, validation: Tokens) -> float:
     seen = np.zeros(256, bool)
     for tokens in (train, validation):
         for start in range(0, len(tokens), _BLOCK):
+            check_whole(tokens)
             block = tokens[start : start + _BLOCK]
             if block.max() > 255:
                 raise ValueError(f"a trigram table is of bytes, got token {block.max()}")
@@ -90,6 +91,7 @@ def _trigrams(numbers: Int64s, tokens: Tokens) -> Iterator[Int64s]:
     """Yield one number for each three bytes in a row, a block at a time; `numbers[byte]` counts from 0."""
     num_symbols = numbers[-1] + 1
     for start in range(0, len(tokens) - 2, _BLOCK):
+        check_whole(tokens)
         symbols = numbers[tokens[start : start + _BLOCK + 2]]
         yield (symbols[:-2] * num_symbols + symbols[1:-1]) * num_symbols + symbols[2:]
 

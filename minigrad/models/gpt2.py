@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,7 @@ from safetensors.numpy import save_file
 
 from minigrad.backend import Array, to_host, xp_of
 from minigrad.files import atomic_write
+from minigrad.json_files import read_json, to_json
 from minigrad.models.gpt import GPTConfig
 from minigrad.parameter import Parameter
 
@@ -69,6 +71,7 @@ END_OF_TEXT = 50256  # the token of GPT-2's own vocabulary; transformers assumes
 # A dtype in a file -> how to read it. NumPy has no bfloat16: its bits are the upper half of a float32's.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
+T = TypeVar("T")
 Folder = str | os.PathLike[str]
 Shape = tuple[int, ...]
 
@@ -83,14 +86,17 @@ def config_of(folder: Folder) -> GPTConfig:
         ValueError: it describes no GPT-2, or one that computes something else than `GPT`: lists every such key.
     """
     path = Path(folder) / CONFIG
-    theirs = _read_json(path)
+    theirs = _read(path, dict[str, Any])
     theirs.setdefault("n_positions", theirs.get("n_ctx"))  # its name in the oldest files
     wrong = [
         f"{key} must be {' or '.join(map(repr, values))}, got {theirs[key]!r}"
         for key, values in COMPUTED.items()
         if key in theirs and theirs[key] not in values
     ]
-    wrong += [f"{key} must be an integer, got {theirs.get(key)!r}" for key in SIZES if type(theirs.get(key)) is not int]
+    for key in SIZES:
+        size = theirs.get(key)
+        if type(size) is not int or size >= 2**31:
+            wrong.append(f"{key} must be an integer{' below 2**31' if type(size) is int else ''}, got {size!r}")
     if not wrong and theirs.get("n_inner") not in (None, 4 * theirs["n_embd"]):
         wrong.append(f"n_inner must be 4 n_embd = {4 * theirs['n_embd']} or null, got {theirs['n_inner']!r}")
     if wrong:
@@ -119,7 +125,10 @@ def load(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None
     _check_params(params, tensors)
 
     stored = _stored_in(folder)
-    prefix = PREFIX if PREFIX + TOKEN in stored else ""
+    # Of two names of one table a file may keep either, such as safetensors' save_model does, so no single name decides.
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in stored) else ""
+    if HEAD in stored:
+        stored.setdefault(prefix + TOKEN, stored[HEAD])
     wanted = {prefix + name: shape for name, shape in (tensors[p.name] for p in params)}
     known = {prefix + name for name, _ in tensors.values()} | {HEAD}
     known |= {f"{prefix}h.{i}.{mask}" for i in range(config.num_layers) for mask in MASKS}
@@ -170,7 +179,7 @@ def save(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / CONFIG) as new_config, atomic_write(folder / WEIGHTS) as new_weights:
         save_file(values, new_weights, metadata={"format": "pt"})
-        new_config.write_text(json.dumps(settings, indent=2) + "\n")
+        new_config.write_text(to_json(settings, indent=2) + "\n")
 
 
 class _Named(NamedTuple):
@@ -212,6 +221,13 @@ def _check_params(params: Iterable[Parameter], tensors: dict[str, _Named]) -> No
         raise ValueError(f"the parameters must be of a GPT of this configuration, got {', '.join(foreign)}")
 
 
+@dataclass(frozen=True)
+class _Index:
+    """Of weights in several files: a tensor's name -> its file."""
+
+    weight_map: dict[str, str]
+
+
 class _Stored(NamedTuple):
     """Where a file holds a tensor."""
 
@@ -235,10 +251,10 @@ def _stored_in(folder: Path) -> dict[str, _Stored]:
     if not (folder / WEIGHTS).is_file():
         if not (folder / INDEX).is_file():
             raise FileNotFoundError(f"{folder} must hold {WEIGHTS} or {INDEX}, and holds neither")
-        weight_map = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise ValueError(f"{folder / INDEX} must hold a weight_map from names to files")
-        files = set(weight_map.values())
+        files = set(_read(folder / INDEX, _Index).weight_map.values())
+        for file in files:
+            if Path(file).name != file or file in ("", ".."):  # a folder from elsewhere opens no file but its own
+                raise ValueError(f"{folder / INDEX} must name files beside it, got {file!r}")
     return {name: tensor for file in sorted(files) for name, tensor in _header(folder / file).items()}
 
 
@@ -260,13 +276,7 @@ def _header(path: Path) -> dict[str, _Stored]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type[T]) -> T:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, holds a {type(found).__name__}")
-    return found
+    return read_json(path, kind)

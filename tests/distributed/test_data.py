@@ -148,8 +148,8 @@ def test_a_sampler_that_cannot_be_is_refused(changes: dict[str, int], message: s
     [
         ({"x": 2}, r"^a state of data must have position, num_samples, seed, shuffle, got \{"),
         *(
-            ({"position": p}, r"^the position in the data must be an integer from 0, got ")
-            for p in (-1, 1.5, "3", None)
+            ({"position": p}, r"^the position in the data must be an integer from 0 to 2\*\*63 - 1, got ")
+            for p in (-1, 1.5, "3", None, 2**63)
         ),
         ({"num_samples": 11}, "^the data must be the same as before, but num_samples was 11, and is 10$"),
         ({"seed": 3}, "^the data must be the same as before, but seed was 3, and is 0$"),
@@ -170,6 +170,7 @@ def test_a_state_that_is_none_or_of_other_data_is_refused(change: dict[str, Any]
     ("changes", "message"),
     [
         ({"tokens": np.arange(50) + 1}, "crc32 was"),
+        ({"tokens": np.arange(50) ** 2}, "crc32 was"),  # of equal length and with the same first token
         ({"tokens": np.arange(51)}, "num_tokens was 50, and is 51"),
         ({"context": 9}, "context was 8, and is 9|num_samples was 5, and is 4"),
         ({"seed": 3}, "seed was 2, and is 3"),

@@ -243,3 +243,38 @@ def test_the_dtype_does_not_say_enough(wrong: Any, vocab_size: int, tmp_path: Pa
     np.save(tmp_path / "t.npy", np.array([wrong]))
     with pytest.raises(ValueError, match=f"got {wrong} at position 0 of .*, and vocab_size={vocab_size}"):
         read_tokens(tmp_path / "t.npy", vocab_size=vocab_size)
+
+
+def test_tokens_of_another_program_are_not_taken_for_bytes(tmp_path: Path) -> None:
+    """A train.bin of uint16, as nanoGPT and llm.c write it: its 4 tokens are 8 bytes, all below the vocabulary."""
+    np.array([15496, 995, 50256, 11], np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(ValueError, match=r"train\.bin would be read as bytes, .* 256, got vocab_size=50304: .*\.npy"):
+        read_tokens(tmp_path / "train.bin", vocab_size=50304)
+    assert len(read_tokens(tmp_path / "train.bin", vocab_size=256)) == 8
+
+
+def test_parts_may_be_lists_as_tokenizers_give_them(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t.npy", ([1, 2], [3], [], (0,)), vocab_size=4)
+    assert read_tokens(tmp_path / "t.npy").tolist() == [1, 2, 3, 0]
+    for part in (["a"], [1.5], [[1, 2]], [1, [2]], [2**80]):
+        with pytest.raises(ValueError, match="part 0 of the tokens must be integers in one dimension"):
+            write_tokens(tmp_path / "t.npy", [part], vocab_size=4)
+    x, y = TokenBatches([5, 6, 7, 8], batch_size=1, context=3, seed=0).next()
+    assert (x.tolist(), y.tolist()) == ([[5, 6, 7]], [[6, 7, 8]])
+
+
+@pytest.mark.parametrize("name", ["text", "tokens.npy"])
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(name: str, tmp_path: Path) -> None:
+    """Not a SIGBUS, which ends the process without a word."""
+    path = tmp_path / name
+    np.save(path.with_suffix(".npy"), np.zeros(100_000, np.uint8))
+    path.with_suffix(".npy").rename(path)
+    tokens = read_tokens(path)
+    batches = TokenBatches(tokens[10:], batch_size=2, context=8, seed=0)
+    batches.next()
+    os.truncate(path, 50)
+    size = len(tokens) + (128 if path.suffix else 0)
+    with pytest.raises(ValueError, match=rf"{name} has shrunk from {size} bytes to 50 while it was being read"):
+        batches.next()
+    with pytest.raises(ValueError, match="has shrunk"):
+        token_files.check_range(tokens, 10, "tokens")

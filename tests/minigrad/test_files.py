@@ -120,3 +120,30 @@ def test_no_descriptor_stays_open(tmp_path):
     flush(tmp_path)
     opened = [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
     assert [path for path in opened if path.startswith(str(tmp_path))] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "goes_on"), [(22, "folder", True), (22, "file", False), (5, "folder", False)]
+)
+def test_a_folder_that_cannot_be_flushed_is_no_failure(tmp_path, monkeypatch, number, what, goes_on):
+    """CIFS and some FUSE say EINVAL (22) of a folder; of a file, or as EIO (5), it means that data may be lost."""
+    fsync = os.fsync
+
+    def refuses(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (what == "folder"):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+
+    def write():
+        with atomic_write(tmp_path / "weights.bin") as unfinished:
+            unfinished.write_bytes(b"new")
+
+    if goes_on:
+        write()
+        flush(tmp_path)
+        assert names(tmp_path) == ["weights.bin"]
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            write()

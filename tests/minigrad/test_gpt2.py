@@ -318,11 +318,34 @@ def test_a_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
         gpt2.load(GPT(other).parameters(), CONFIG, tmp_path)
 
 
+@pytest.mark.parametrize("prefix", [with_prefix, dict], ids=["prefix", "no prefix"])
+def test_the_one_table_may_be_kept_under_the_name_of_the_head(
+    prefix: Callable[[Tensors], Tensors], tmp_path: Path
+) -> None:
+    """Of two names of one tensor safetensors' save_model keeps one: transformers#38870."""
+    trained = model_of()
+    theirs = prefix(their_tensors(trained))
+    (name,) = (name for name in theirs if name.endswith("wte.weight"))
+    theirs["lm_head.weight"] = theirs.pop(name)
+    write(tmp_path, theirs)
+    model = GPT(CONFIG, seed=99)
+    gpt2.load(model.parameters(), CONFIG, tmp_path)
+    assert np.array_equal(model.state_dict()["embed.token.weight"], trained.state_dict()["embed.token.weight"])
+
+
 # -- files that are damaged or missing -----------------------------------------------------------
 
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
+
+
+def name_file(folder: Path, name: str) -> None:
+    """Let the index look for a tensor in this file, which is there."""
+    index = json.loads((folder / gpt2.INDEX).read_text())
+    (folder.parent / "elsewhere.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
+    index["weight_map"]["wte.weight"] = name
+    (folder / gpt2.INDEX).write_text(json.dumps(index))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -337,16 +360,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "model.safetensors.index.json").unlink(),
         "must hold model.safetensors or model.safetensors.index.json, and holds neither",
     ),
-    "no map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "must hold a weight_map from names to"),
+    "no map": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "json: Object missing required field `weight_map`",
+    ),
     "no files in the map": (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": 1}}'),
-        "must hold a weight_map from names to files",
+        "index.json: Expected `str`, got `int` - at `$.weight_map[...]`",
     ),
-    "broken index": (lambda f: cut(f / "model.safetensors.index.json"), "model.safetensors.index.json is not JSON: "),
+    "a file elsewhere": (
+        lambda f: name_file(f, "../elsewhere.safetensors"),
+        "must name files beside it, got '../elsew",
+    ),
+    "an absolute path": (lambda f: name_file(f, "/etc/passwd"), "must name files beside it, got '/etc/passwd'"),
+    "a folder in the map": (lambda f: name_file(f, ".."), "must name files beside it, got '..'"),
+    "broken index": (
+        lambda f: cut(f / "model.safetensors.index.json"),
+        "model.safetensors.index.json cannot be read: ",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
-    "broken config": (lambda f: cut(f / "config.json"), "config.json is not JSON: "),
-    "bytes for a config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\xfd"), "config.json is not JSON: "),
-    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, holds a list"),
+    "broken config": (lambda f: cut(f / "config.json"), "config.json cannot be read: "),
+    "bytes for a config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\xfd"), "config.json cannot be read: "),
+    "a list for a config": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "config.json: Expected `object`, got `array`",
+    ),
 }
 
 
@@ -395,6 +433,8 @@ def test_the_oldest_configs_are_read(tmp_path: Path) -> None:
         ({"n_embd": "8"}, "n_embd must be an integer, got '8'"),
         ({"n_head": True}, "n_head must be an integer, got True"),
         ({"n_positions": None}, "n_positions must be an integer, got None"),
+        ({"n_layer": 2**31}, "n_layer must be an integer below 2**31, got 2147483648"),
+        ({"activation_function": ["gelu"]}, "must be 'gelu_new' or 'gelu_pytorch_tanh', got ['gelu']"),
         ({"n_layer": 0}, "num_layers must be at least 1, got 0"),
         ({"n_head": 3}, "width must be divisible by num_heads, got 8 and 3"),
         (
