@@ -247,3 +247,11 @@ def test_a_gpt_learns() -> None:
         losses.append(loss.item())
     assert losses[0] > 2
     assert losses[-1] < 0.2
+
+
+def test_token_ids_may_be_a_list() -> None:
+    model = model_of()
+    np.testing.assert_array_equal(model(IDS.tolist()).data, model(IDS).data)
+    for wrong in (IDS[0], IDS[0].tolist(), 3):
+        with pytest.raises(ValueError, match=r"token ids must be \(B, T\), got shape"):
+            model(wrong)

@@ -8,6 +8,8 @@ import pytest
 from minigrad import rng
 from minigrad.backend import Array
 
+FIRST = 0.9191434554479726  # of what a run with seed 0 draws: a key that changes is another run
+MASK = "9aee4779dd5f738f"  # of 64 values, likewise
 SHAPES = [(12,), (12, 1), (12, 7), (12, 8), (12, 9), (12, 3, 5), (12, 2, 4, 4), (12, 0)]
 
 
@@ -52,6 +54,43 @@ def test_a_mask_depends_on_seed_step_name_and_sample() -> None:
     others = [other_seed, mask((4, 1000), step=4), mask((4, 1000), name="drop2"), mask((4, 1000), first_sample=1)]
     for other in [*others, base[[1, 2, 3, 0]]]:
         assert 0.4 < (other == base).mean() < 0.64  # 0.52 for masks that are independent
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1, 23, "drop"), (12, 3, "drop")),
+        ((1, 2, "3drop"), (1, 23, "drop")),
+        ((12, 3, "4"), (1, 23, "4")),
+        ((1, 1, "1/drop"), (1, 11, "drop")),
+        ((1, 0, "2/drop"), (1, 2, "drop")),
+        ((0, 10, "drop"), (1, 0, "drop")),
+    ],
+)
+def test_seed_step_and_name_do_not_run_into_each_other(one: tuple[int, int, str], other: tuple[int, int, str]) -> None:
+    # A key that is written without separators draws for seed 1 at step 23 what seed 12 draws at step 3.
+    masks = []
+    for seed, step, name in (one, other):
+        with rng.scope(seed=seed, step=step):
+            masks.append(rng.keep_mask(name, (4, 1000), 0.4))
+    assert 0.4 < (masks[0] == masks[1]).mean() < 0.64  # 0.52 for masks that are independent
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(("init", 1, "2w"), ("init", 12, "w")), (("init", 0, "w"), ("data", 0, "w")), (("a", 1, "w"), ("a1", 0, "w"))],
+)
+def test_purpose_seed_and_name_do_not_run_into_each_other(
+    one: tuple[str, int, str], other: tuple[str, int, str]
+) -> None:
+    assert (rng.named_generator(*one).random(8) != rng.named_generator(*other).random(8)).all()
+
+
+def test_a_key_is_the_same_for_every_integer_type_and_in_every_process() -> None:
+    with rng.scope(seed=np.int64(1), step=np.uint8(3)):  # type: ignore[arg-type]
+        np.testing.assert_array_equal(rng.keep_mask("drop", (4, 1000), 0.4), mask((4, 1000)))
+    assert rng.named_generator("init", 0, "fc.weight").random() == FIRST
+    assert np.packbits(mask((1, 64))).tobytes().hex() == MASK
 
 
 def test_the_order_of_layers_does_not_matter() -> None:
