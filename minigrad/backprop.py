@@ -167,16 +167,17 @@ def _seed(output: Tensor, grad: Any) -> Array:
     """Return the cotangent that a backward starts from, checked against the output."""
     if not output.requires_grad:
         raise ValueError("backward: the output depends on no tensor that requires grad")
-    xp = xp_of(output._data)
+    data = output._data
+    xp = xp_of(data)
     if grad is None:
-        if output.ndim:
-            raise ValueError(f"backward without a grad needs a scalar output, got shape {output.shape}")
-        return xp.ones(output.shape, output.dtype)
-    g = xp.asarray(grad, dtype=None if hasattr(grad, "dtype") else output.dtype)
-    if g.shape != output.shape or g.dtype != output.dtype:
+        if data.ndim:
+            raise ValueError(f"backward without a grad needs a scalar output, got shape {data.shape}")
+        return xp.ones_like(data)
+    g = xp.asarray(grad, dtype=None if hasattr(grad, "dtype") else data.dtype)
+    if g.shape != data.shape or g.dtype != data.dtype:
         raise ValueError(
             "the grad of an output must have its shape and dtype, "
-            f"got {g.shape} {g.dtype} for {output.shape} {output.dtype}"
+            f"got {g.shape} {g.dtype} for {data.shape} {data.dtype}"
         )
     return g
 
