@@ -78,19 +78,19 @@ $(PEERS): $(STAMP)
 bench-scaling: $(STAMP)  ## tokens a second of one process against two ranks, with the targets
 	$(PY) benchmarks/scaling.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
-bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, with the targets; takes 15 minutes
+bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, with the targets; takes 5 minutes
 	$(PY) benchmarks/engine.py
 
 test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m gpu tests
 
-bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 10 minutes
+bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 5 minutes
 	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
 bench-allreduce: $(STAMP)  ## averaging gradients on one host: MPI beside the shared-memory window
 	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(PY) benchmarks/allreduce.py
 
-bench-pipeline: $(PEERS)  ## two stages beside torch.distributed.pipelining, with the targets; takes 10 minutes
+bench-pipeline: $(PEERS)  ## two stages beside torch.distributed.pipelining, with the targets; takes 4 minutes
 	$(PY) benchmarks/pipeline_bench.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
 
 bench-checkpoint: $(STAMP)  ## what saving costs a training step, with the targets

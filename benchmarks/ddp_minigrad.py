@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from engine_jobs import LEARNING_RATE, SIZES
-from interleave import take_turns
+from interleave import STEPS_A_TURN, take_turns
 
 from distributed import (
     BucketedTrainer,
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("size", choices=["mlp", *SIZES])
     parser.add_argument("--batch", type=int, required=True, help="samples a rank")
     parser.add_argument("--turns", type=int, required=True, help="of each variant, a few steps each")
+    parser.add_argument("--steps", type=int, default=STEPS_A_TURN, help="of a turn (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", default=["inside"], help="of a GPT")
     args = parser.parse_args()
     comm = world()
@@ -173,7 +174,7 @@ def main() -> None:
         steps = GPTSteps(comm, args.size, args.batch)
         variants = {name: getattr(steps, name)() for name in args.variants}
         notes = {"ready": steps.ready, "transfers": steps.transfers, "cpu": steps.cpu}
-    result = take_turns(variants, args.turns, barrier=comm.barrier, gather=comm.gather_objects)
+    result = take_turns(variants, args.turns, barrier=comm.barrier, gather=comm.gather_objects, steps_a_turn=args.steps)
     if comm.rank == 0:
         print(json.dumps(result | notes))
 

@@ -1,8 +1,10 @@
 """A job of `ddp.py`: the same GPT in PyTorch's DistributedDataParallel over gloo. Rank 0 prints a line of JSON.
 
-    mpirun -n 2 python benchmarks/ddp_torch.py nano-cpu --batch 12 --turns 3 --port 29500
+    mpirun -n 2 python benchmarks/ddp_torch.py nano-cpu --batch 12 --turns 3 --port 29500 --mebibytes 25 1
+    python benchmarks/ddp_torch.py nano-cpu --batch 24 --turns 3 --threads 2
 
-mpirun only starts the ranks, where it starts those of `ddp_minigrad.py`.
+mpirun only starts the ranks, where it starts those of `ddp_minigrad.py`. With --threads there are no ranks: one
+process trains with that many threads.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from engine_jobs import LEARNING_RATE, SIZES
-from interleave import take_turns
+from interleave import STEPS_A_TURN, take_turns
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch_gpt import TorchGPT
@@ -46,27 +49,48 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
+def training_step(size: str, batch: int, mebibytes: float | None) -> Callable[[], None]:
+    """Return a step of a model of its own.
+
+    Args:
+        mebibytes: the size of DDP's buckets; None: no DDP.
+    """
+    model = TorchGPT(**SIZES[size])
+    forward: Callable[[torch.Tensor], torch.Tensor] = model
+    if mebibytes is not None:
+        forward = DistributedDataParallel(
+            model, bucket_cap_mb=mebibytes, gradient_as_bucket_view=True, static_graph=True
+        )
+    optimizer = model.adamw(lr=LEARNING_RATE, fused=True)  # the fastest of the three that it has
+    rows = torch.randint(SIZES[size]["vocab_size"], (batch, SIZES[size]["context"] + 1))
+    x, y = rows[:, :-1].contiguous(), rows[:, 1:].flatten()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(forward(x).flatten(0, 1), y).backward()
+        optimizer.step()
+
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=list(SIZES))
     parser.add_argument("--batch", type=int, required=True, help="sequences a rank")
     parser.add_argument("--turns", type=int, required=True, help="of a few steps")
-    parser.add_argument("--port", type=int, required=True, help="of rank 0's host, MASTER_ADDR, where ranks meet")
+    parser.add_argument("--steps", type=int, default=STEPS_A_TURN, help="of a turn (default: %(default)s)")
+    parser.add_argument("--port", type=int, help="of rank 0's host, MASTER_ADDR, where ranks meet")
+    parser.add_argument("--mebibytes", type=float, nargs="+", default=[25], help="of a bucket, each a variant")
+    parser.add_argument("--threads", type=int, help="train in one process")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+        steps = {"torch": training_step(args.size, args.batch, None)}
+        print(json.dumps(take_turns(steps, args.turns, barrier=int, gather=lambda x: [x], steps_a_turn=args.steps)))
+        return
     rank = join(args.port)
-
-    model = TorchGPT(**SIZES[args.size])
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = model.adamw(lr=LEARNING_RATE, fused=True)  # the fastest of the three that it has
-    rows = torch.randint(SIZES[args.size]["vocab_size"], (args.batch, SIZES[args.size]["context"] + 1))
-    x, y = rows[:, :-1].contiguous(), rows[:, 1:].flatten()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(ddp(x).flatten(0, 1), y).backward()
-        optimizer.step()
-
-    result = take_turns({"torch": step}, args.turns, barrier=dist.barrier, gather=gather)
+    steps = {f"{size:g} MiB": training_step(args.size, args.batch, size) for size in args.mebibytes}
+    result = take_turns(steps, args.turns, barrier=dist.barrier, gather=gather, steps_a_turn=args.steps)
     if rank == 0:
         print(json.dumps(result))
     leave()

@@ -173,6 +173,11 @@ def step_seconds(engine: str, size: str) -> Step:
     return lambda: median(seconds(step) for _ in range(STEPS_A_TURN[size]))
 
 
+def first_step_seconds(engine: str, size: str) -> Step:
+    """Measure what a new process takes until its first training step is done, imports of the engine included."""
+    return lambda: seconds(lambda: STEPS[engine](size)())
+
+
 def step_peak_bytes(engine: str, size: str) -> Step:
     """Measure by how much the memory of three training steps, model included, exceeds that of the loaded engine."""
     STEPS[engine]("tiny")()  # loads what an engine imports only when it is used
@@ -258,12 +263,13 @@ CHAINS = {"numpy": numpy_chain, "minigrad": minigrad_chain, "torch": torch_chain
 
 
 def import_seconds() -> Step:
-    """Measure `import minigrad` where NumPy is loaded already, and count what it loads of mpi4py."""
-    import numpy  # noqa: F401
+    """Measure `import minigrad` after `import numpy`, and that; count what it loads of mpi4py."""
 
     def turn() -> dict[str, Any]:
+        numpy = seconds(lambda: __import__("numpy"))
         taken = seconds(lambda: __import__("minigrad"))
-        return {"seconds": taken, "mpi": sum(name.partition(".")[0] == "mpi4py" for name in sys.modules)}
+        mpi = sum(name.partition(".")[0] == "mpi4py" for name in sys.modules)
+        return {"numpy": numpy, "seconds": taken, "mpi": mpi}
 
     return turn
 
@@ -274,16 +280,22 @@ def machine() -> Step:
     import torch
     from threadpoolctl import threadpool_info
 
-    torch.set_num_threads(1)
+    from minigrad import kernels
+
     cpuinfo = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-    blas = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    kernels = [f"{p['internal_api']} {p['version']}, {p.get('architecture')}, {p['num_threads']} thread" for p in blas]
+    blas = [
+        f"{pool['internal_api']} {pool['version']}, {pool.get('architecture')}"
+        for pool in threadpool_info()
+        if pool["user_api"] == "blas"
+    ]
+    settings = torch.__config__.show().replace("\n", ",").split(",")
+    linked = [name.partition("=")[2] for name in settings if "BLAS_INFO=" in name]
     lines = [
         f"{platform.machine()}, {names[0] if names else platform.processor()}, {os.cpu_count()} cores; "
-        f"every process on core {sorted(os.sched_getaffinity(0))} with 1 thread; without {', '.join(DROPPED)}",
-        f"Python {platform.python_version()}; NumPy {np.__version__} ({'; '.join(kernels)}); "
-        f"PyTorch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread)",
+        f"without {', '.join(DROPPED)}",
+        f"Python {platform.python_version()}; NumPy {np.__version__} (BLAS: {'; '.join(blas)}), {kernels.describe()}; "
+        f"PyTorch {torch.__version__} (BLAS: {', '.join(linked)}, {torch.backends.cpu.get_cpu_capability()})",
     ]
     return lambda: lines
 
@@ -297,6 +309,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 JOBS: dict[str, Callable[..., Step]] = {
     "step": step_seconds,
+    "first": first_step_seconds,
     "memory": step_peak_bytes,
     "chain": chain_seconds,
     "import": import_seconds,

@@ -21,13 +21,15 @@ from typing import Any
 
 JOBS = Path(__file__).with_name("engine_jobs.py")
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
+# What `import minigrad` tells glibc too: keep freed memory. A peer should have it as well.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 # These choose a BLAS kernel, or an allocator, that the libraries would not choose by themselves.
 DROPPED = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "MKL_ENABLE_INSTRUCTIONS", "MINIGRAD_MALLOC")
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a worker: this process's, with one thread and without choices of kernels."""
-    return {name: value for name, value in environ.items() if name not in DROPPED} | ONE_THREAD
+    """Return the environment of a worker: this process's, with one thread, one malloc, and no choices of kernels."""
+    return {name: value for name, value in environ.items() if name not in DROPPED} | ONE_THREAD | KEEP_FREED_MEMORY
 
 
 class Worker:

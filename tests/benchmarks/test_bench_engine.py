@@ -7,7 +7,7 @@ import os
 import pytest
 from engine import Line, ratio
 from engine_jobs import BATCH, SIZES, STEPS, matrix_products, status_bytes
-from pinned_workers import Worker, environment, interleave, once
+from pinned_workers import KEEP_FREED_MEMORY, Worker, environment, interleave, once
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 WITHOUT_TORCH = [name for name in STEPS if "torch" not in name]
@@ -31,7 +31,7 @@ def test_a_ratio_is_that_of_pairs() -> None:
 def test_a_worker_has_one_thread_and_the_kernels_that_the_library_chooses() -> None:
     outside = {"PATH": "/bin", "OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_NUM_THREADS": "8"}
     threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
-    assert environment(outside) == {"PATH": "/bin", **threads}
+    assert environment(outside) == {"PATH": "/bin", **threads, **KEEP_FREED_MEMORY}
 
 
 def test_a_job_that_ends_says_which(capfd: pytest.CaptureFixture[str]) -> None:
