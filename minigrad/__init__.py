@@ -7,7 +7,6 @@ hooks flow), `ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rn
 from minigrad import lr_schedule, models, nn, optim, rng
 from minigrad.anomaly import detect_anomaly
 from minigrad.backprop import (
-    DeferredGrads,
     backward,
     backward_input,
     backward_weight,
@@ -18,13 +17,15 @@ from minigrad.backprop import (
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.functional import value_and_grad
 from minigrad.gradcheck import check_vjp
+from minigrad.halves import DeferredGrads
 from minigrad.hooks import Hooks
+from minigrad.mode import enable_grad, no_grad
 from minigrad.ops import *  # noqa: F403  # the op table's __all__
 from minigrad.ops import __all__ as _op_names
 from minigrad.parameter import Hold, Parameter
 from minigrad.profiler import Profile, profile
 from minigrad.recomputation import recompute
-from minigrad.tape import Joint, Tape, enable_grad, no_grad, op
+from minigrad.tape import Joint, Tape, op
 from minigrad.tensor import Tensor
 
 __all__ = [

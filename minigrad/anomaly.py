@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from minigrad.backend import Array, xp_of
+from minigrad.mode import Seen, hooked_by
 from minigrad.op_hooks import ModulePath
-from minigrad.tape import Node, Seen, hooked_by
+from minigrad.tape import Node
 
 
 class _FirstAnomaly:

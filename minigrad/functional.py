@@ -9,7 +9,7 @@ from typing import Any
 from minigrad.arguments import as_int
 from minigrad.backend import Array, xp_of
 from minigrad.backprop import backward
-from minigrad.tape import enable_grad
+from minigrad.mode import enable_grad
 from minigrad.tensor import Tensor
 
 

@@ -1,4 +1,4 @@
-"""Op hooks: what runs inside each op. The protocol is `OpHook` in `tape.py`; here is what several hooks need.
+"""Op hooks: what runs inside each op. The protocol is `OpHook` in `mode.py`; here is what several hooks need.
 
 `profiler.py` and `anomaly.py` are hooks, and so is `progressing`, which lets messages progress in the middle of a
 forward. While there is none, the door for them costs one comparison an op.
@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from minigrad.backend import Array
-from minigrad.tape import Node, OpHook, current_hook, hooked_by
+from minigrad.mode import OpHook, current_hook, hooked_by
+from minigrad.tape import Node
 
 
 class ModulePath:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from minigrad.backend import Array, synchronize
+from minigrad.mode import Seen, hooked_by
 from minigrad.op_hooks import ModulePath
-from minigrad.tape import Node, Seen, hooked_by
+from minigrad.tape import Node
 
 
 @dataclass

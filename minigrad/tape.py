@@ -18,53 +18,23 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from minigrad.arguments import as_array
 from minigrad.backend import Array, xp_of
+from minigrad.mode import Seen, current_mode
+from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor, made_by
 from minigrad.versions import Version, tick
 
 Vjp = Callable[[Array], Array]
+Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
 
 _node_number = operator.attrgetter("number")
 ALREADY_WALKED = "this tape was already walked and its residuals are freed; run the forward again"
-
-
-class OpHook(Protocol):
-    """Somebody who runs every op, to measure it, to look at it, or to do something after it: see `op_hooks.py`."""
-
-    def forward(self, name: str, function: Any, arrays: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Seen]:
-        """Run an op's function; return its value, its vjps, and what to remember on the node."""
-
-    def backward(self, node: Node, vjp: Any, g: Array) -> Any:
-        """Run `vjp(g)` for a node and return what it gives."""
-
-    def module(self, module: Any) -> AbstractContextManager[None]:
-        """Run a module's call inside this."""
-
-
-class Seen(NamedTuple):
-    """What a hook remembers of an op: the path of the module that called it, and its forward's time."""
-
-    path: str
-    seconds: float
-
-
-class Mode(NamedTuple):
-    """How ops run here and now: whether they record, and inside which hook."""
-
-    recording: bool = True
-    hook: OpHook | None = None
-
-
-_PLAIN = Mode()
-_mode: ContextVar[Mode] = ContextVar("mode", default=_PLAIN)
 
 
 class Node:
@@ -137,6 +107,11 @@ class Joint:
         return [grads[i] for i in self.positions]  # type: ignore[misc]
 
 
+def constant(c: Array) -> Vjp:
+    """Return the vjp of an edge whose contribution is there already."""
+    return lambda _: c
+
+
 class WeightVjp:
     """The vjp of a weight: it can also write straight into the gradient's memory, in the gradient's own dtype.
 
@@ -194,7 +169,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
         parents: list[Node | Tensor] = []  # where those come from
         versions: tuple[Version, ...] = ()
         weight_side: bool | None = None
-        recording, hook = _mode.get()
+        recording, hook = current_mode.get()
         for x in args:
             if isinstance(x, Tensor):
                 if x.requires_grad:
@@ -242,46 +217,6 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
     return apply
 
 
-@contextmanager
-def no_grad() -> Iterator[None]:
-    """Record nothing inside: for evaluation. Works as a decorator too."""
-    with _set_mode(_mode.get()._replace(recording=False)):
-        yield
-
-
-@contextmanager
-def enable_grad() -> Iterator[None]:
-    """Record inside, even within `no_grad`."""
-    with _set_mode(_mode.get()._replace(recording=True)):
-        yield
-
-
-@contextmanager
-def hooked_by(hook: OpHook) -> Iterator[None]:
-    """Let `hook` run every op inside, forward and backward, instead of the hook outside."""
-    with _set_mode(_mode.get()._replace(hook=hook)):
-        yield
-
-
-@contextmanager
-def _set_mode(mode: Mode) -> Iterator[None]:
-    token = _mode.set(mode)
-    try:
-        yield
-    finally:
-        _mode.reset(token)
-
-
-def is_recording() -> bool:
-    """Return whether ops record here and now."""
-    return _mode.get().recording
-
-
-def current_hook() -> OpHook | None:
-    """Return the hook that ops run in here and now."""
-    return _mode.get().hook
-
-
 def node_order(node: Node) -> tuple[int, ...]:
     """Sort key: nodes in the order in which a forward without recomputation would have recorded them."""
     return (*(node.within or ()), node.number)
@@ -300,6 +235,21 @@ def collect(root: Node, *, since: int = -1) -> list[Node]:
                 seen.add(parent)
                 stack.append(parent)
     return sorted(seen, key=_node_number, reverse=True)
+
+
+def leaf_uses(nodes: Sequence[Node]) -> dict[Tensor, int]:
+    """Count for each leaf the edges that will bring it a contribution."""
+    uses: dict[Any, int] = {}
+    for node in nodes:
+        for parent in node.parents or ():
+            if type(parent) is not Node:
+                uses[parent] = uses.get(parent, 0) + 1
+    return uses
+
+
+def parameter_uses(leaves: dict[Tensor, int]) -> dict[Parameter, int]:
+    """Return those of the leaves that are parameters."""
+    return {leaf: uses for leaf, uses in leaves.items() if isinstance(leaf, Parameter)}
 
 
 def kept_arrays(held: Any) -> Iterator[Array]:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array, to_host, xp_of
+from minigrad.mode import no_grad
 from minigrad.models.gpt import GPT
 from minigrad.nn import KeyValueCache
-from minigrad.tape import no_grad
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from minigrad.backend import Array
+from minigrad.mode import current_hook
 from minigrad.nn.buffer import Buffer
 from minigrad.parameter import Parameter
-from minigrad.tape import current_hook
 from minigrad.tensor import Tensor
 
 Named = TypeVar("Named", bound=Parameter | Buffer)

@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import Any
 
 from minigrad.arguments import as_int
+from minigrad.mode import is_recording
 from minigrad.ops.elementwise import abs, add, astype, div, mul, neg, pow, sub
 from minigrad.ops.indexing import getitem, split
 from minigrad.ops.linalg import matmul
 from minigrad.ops.reduce import cumsum, max, mean, min, prod, std, sum, var
 from minigrad.ops.selection import clip
 from minigrad.ops.shape import reshape, squeeze, swapaxes, transpose
-from minigrad.tape import is_recording
 from minigrad.tensor import Tensor
 
 

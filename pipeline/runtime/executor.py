@@ -22,8 +22,8 @@ from distributed.trace.recorder import Recorder
 from minigrad import rng
 from minigrad.backend import Array, xp_of
 from minigrad.hooks import Hooks
+from minigrad.mode import no_grad
 from minigrad.op_hooks import progressing
-from minigrad.tape import no_grad
 from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec, Bundle

@@ -13,12 +13,12 @@ from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from minigrad.backend import Array, xp_of
 from minigrad.backprop import (
-    DeferredGrads,
     backward_input,
     backward_weight,
     backward_with_grad,
     reached_parameters,
 )
+from minigrad.halves import DeferredGrads
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer, LayerFactory, ParamGetter, Sequential
 from minigrad.parameter import Parameter

@@ -1,0 +1,84 @@
+"""How ops run here and now: whether they record, and inside which hook. A context variable: threads do not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from minigrad.backend import Array
+
+if TYPE_CHECKING:
+    from minigrad.tape import Node
+
+
+class OpHook(Protocol):
+    """Somebody who runs every op, to measure it, to look at it, or to do something after it: see `op_hooks.py`."""
+
+    def forward(self, name: str, function: Any, arrays: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Seen]:
+        """Run an op's function; return its value, its vjps, and what to remember on the node."""
+
+    def backward(self, node: Node, vjp: Any, g: Array) -> Any:
+        """Run `vjp(g)` for a node and return what it gives."""
+
+    def module(self, module: Any) -> AbstractContextManager[None]:
+        """Run a module's call inside this."""
+
+
+class Seen(NamedTuple):
+    """What a hook remembers of an op: the path of the module that called it, and its forward's time."""
+
+    path: str
+    seconds: float
+
+
+class Mode(NamedTuple):
+    """How ops run here and now: whether they record, and inside which hook."""
+
+    recording: bool = True
+    hook: OpHook | None = None
+
+
+_PLAIN = Mode()
+current_mode: ContextVar[Mode] = ContextVar("mode", default=_PLAIN)
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Record nothing inside: for evaluation. Works as a decorator too."""
+    with _set_mode(current_mode.get()._replace(recording=False)):
+        yield
+
+
+@contextmanager
+def enable_grad() -> Iterator[None]:
+    """Record inside, even within `no_grad`."""
+    with _set_mode(current_mode.get()._replace(recording=True)):
+        yield
+
+
+@contextmanager
+def hooked_by(hook: OpHook) -> Iterator[None]:
+    """Let `hook` run every op inside, forward and backward, instead of the hook outside."""
+    with _set_mode(current_mode.get()._replace(hook=hook)):
+        yield
+
+
+@contextmanager
+def _set_mode(mode: Mode) -> Iterator[None]:
+    token = current_mode.set(mode)
+    try:
+        yield
+    finally:
+        current_mode.reset(token)
+
+
+def is_recording() -> bool:
+    """Return whether ops record here and now."""
+    return current_mode.get().recording
+
+
+def current_hook() -> OpHook | None:
+    """Return the hook that ops run in here and now."""
+    return current_mode.get().hook
