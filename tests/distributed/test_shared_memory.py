@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distributed import LocalWorld, ReduceOp, launched_by_mpi
+from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_by_mpi
 from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from minigrad.models import MLP
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
 
@@ -148,6 +149,20 @@ def test_a_window_reduces_in_rank_order(ranks, dtype):
         found = averages(comm, dtype)
         assert len(comm._shared) == 1
         assert found == LocalWorld(comm.size).run(averages, dtype)[comm.rank]
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+def test_gradients_of_replicas_lie_in_a_window(ranks):
+    """What they are reduced from; the numbers would be the same from anywhere, and the time would not."""
+
+    def program(comm):
+        ddp = DistributedDataParallel(MLP([3, 5, 2]), comm)
+        for bucket in ddp.buckets.buckets:
+            assert in_window(ddp.comm, bucket.range.grad)
+        assert all(in_window(ddp.comm, p.grad_view()) for p in ddp.params)
 
     ranks.run(program)
 
