@@ -195,6 +195,20 @@ class FlatRange:
             self.flat.version.note(copy, name)
 
 
+def grads_of(params: Iterable[Parameter]) -> list[Array]:
+    """Return all gradients as 1-D views, as few as there can be without moving any.
+
+    What no backward reached counts as zeros.
+
+    Args:
+        params: with an owner or without one yet.
+    """
+    distinct = list(dict.fromkeys(params))
+    ranges = FlatBuffer.ranges_of(p for p in distinct if p.flat is not None)
+    alone = [p.grad for p in distinct if p.flat is None and p.grad is not None]
+    return [part.grad for part in ranges] + [grad.reshape(-1) for grad in alone]
+
+
 def zero_grad(params: Iterable[Parameter]) -> None:
     """Mark gradients fresh: the next contribution overwrites. Touches no memory.
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from minigrad.backend import Array, widened, xp_of
-from minigrad.flat import FlatBuffer, FlatRange, zero_grad
+from minigrad.flat import FlatBuffer, FlatRange, grads_of, zero_grad
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter, check_usable
 
@@ -189,7 +189,7 @@ def grad_square_sum(params: Iterable[Parameter]) -> float:
     """
     params = list(params)
     check_usable(params, "the norm of")
-    return sum((kernels_of(part.grad).square_sum(part.grad) for part in FlatBuffer.adopt(params)), 0.0)
+    return sum((kernels_of(grad).square_sum(grad) for grad in grads_of(params)), 0.0)
 
 
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
@@ -202,8 +202,7 @@ def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> 
     """
     check_max_norm(max_norm)
     if norm > max_norm and math.isfinite(norm):
-        for part in FlatBuffer.adopt(params):
-            grad = part.grad
+        for grad in grads_of(params):
             kernels_of(grad).scale(grad, max_norm / norm)
 
 
@@ -240,7 +239,7 @@ def grad_norm(params: Sequence[Parameter]) -> float:
     total = grad_square_sum(params)
     if 1e-280 < total < 1e280 or math.isnan(total):
         return math.sqrt(total)
-    grads = [part.grad for part in FlatBuffer.adopt(params) if part.grad.size]
+    grads = [grad for grad in grads_of(params) if grad.size]
     largest = max((float(abs(grad).max()) for grad in grads), default=0.0)
     if largest == 0 or math.isinf(largest):
         return largest

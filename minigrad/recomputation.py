@@ -4,7 +4,7 @@
     backward   the block runs again, and the tape that it records takes the place of the dropped one
 
 To the tape a recomputed block is one node whose parents are the block's inputs and parameters. When the walk reaches
-it, `backprop.py` puts the new nodes in its place, so hooks, B/W halves and sums go on as if nothing had been
+it, `walk.py` puts the new nodes in its place, so hooks, B/W halves and sums go on as if nothing had been
 recomputed. Dropout draws the same masks, since it is keyed (`rng.py`).
 
 Source: Chen et al. 2016, Training deep nets with sublinear memory cost.

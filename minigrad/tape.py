@@ -1,4 +1,4 @@
-"""The tape: ops record nodes. Walking them in reverse is the business of `backprop.py`.
+"""The tape: ops record nodes. Walking them in reverse is the business of `walk.py`.
 
 A node is made by each op whose result needs a gradient. It keeps the nodes (or leaf tensors)
 that its inputs came from and, for each of them, a *vjp*: a closure from the cotangent of the output to

@@ -83,6 +83,23 @@ def test_the_question_where_parameters_lie_moves_nothing() -> None:
     assert all(p.flat is None and p.data is before for p, before in zip(params, data, strict=True))
 
 
+def test_a_norm_and_clipping_move_nothing() -> None:
+    owned, alone = make((2,), (3,)), make((2, 2), ())
+    for i, p in enumerate(alone):
+        p.name = f"alone{i}"
+    (part,) = mg.FlatBuffer.adopt(owned)
+    params = [owned[0], alone[0], owned[1], alone[1], owned[0]]
+    for p in {*params} - {alone[1]}:
+        p.grad = np.full(p.shape, 2.0)
+    grads = [p.grad for p in alone]
+    assert mg.optim.clip_by_global_norm(params, 3.0) == 6  # of nine twos
+    assert [p.flat for p in alone] == [None, None]
+    assert [p.grad is grad for p, grad in zip(alone, grads, strict=True)] == [True, True]
+    for grad in (part.grad, alone[0].grad):
+        np.testing.assert_array_equal(grad, 1)
+    assert alone[1].grad is None
+
+
 def test_ranges_are_maximal_contiguous_and_hold_exactly_these() -> None:
     params = make(*[(2,)] * 6)
     mg.FlatBuffer.adopt(params)
