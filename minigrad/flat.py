@@ -55,7 +55,10 @@ class FlatBuffer:
 
     def __reduce__(self) -> Any:
         """Copy by adopting: copies of parameters have memory of their own, and a copy of their owner gathers it."""
-        return FlatBuffer, (self.params,)
+        return FlatBuffer, (self.params,), None if self.copy is None else self.copy.dtype
+
+    def __setstate__(self, seen_in: Any) -> None:
+        self.keep_copy(seen_in)
 
     def __copy__(self) -> NoReturn:
         raise TypeError("a FlatBuffer is the one owner of its parameters' memory: copy it with them, by copy.deepcopy")

@@ -14,6 +14,7 @@ import minigrad as mg
 from distributed import DistributedDataParallel, SoloCommunicator
 from minigrad import nn, optim
 from minigrad.models import GPT, GPTConfig
+from minigrad.precision import use_precision
 
 X, Y = np.array([[1.0, 2.0, 3.0], [0.0, -1.0, 2.0]]), np.array([[1.0], [2.0]])
 
@@ -109,6 +110,22 @@ def test_a_model_and_its_optimizer_go_on_together(duplicate: Callable[[Any], Any
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         np.testing.assert_array_equal(p.data, q.data)
         assert not np.shares_memory(p.data, q.data)
+
+
+@copied
+def test_a_model_and_its_optimizer_go_on_in_their_precision(duplicate: Callable[[Any], Any]) -> None:
+    model = GPT(GPTConfig(vocab_size=7, context=4, num_layers=1, num_heads=1, width=4))
+    optimizer = optim.Optimizer(model.parameters(), optim.AdamW(lr=0.1))
+    use_precision(model.parameters(), "float16")
+    other, its_optimizer = duplicate((model, optimizer))
+    ids = np.array([[1, 2, 3]])
+    for m, o in ((model, optimizer), (other, its_optimizer)):
+        for _ in range(2):
+            o.zero_grad()
+            mg.backward(mg.cross_entropy(m(ids), ids))
+            o.step()
+    assert (other(ids).dtype, other.parameters()[0].dtype) == (np.float16, np.float32)
+    np.testing.assert_array_equal(other(ids).data, model(ids).data)
 
 
 @copied
