@@ -44,7 +44,7 @@ def backward_with_hooks(
     on_grad_ready: Callable[[Parameter], None] | None = None,
     between_ops: Callable[[], None] | None = None,
 ) -> None:
-    """Like `backward`, and call hooks on the way: see `Hooks`.
+    """Run `backward`, and call hooks on the way: see `Hooks`.
 
     `hooks` come first, then the ones given by keyword. An exception in a hook reaches the caller.
     """

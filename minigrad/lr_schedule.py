@@ -15,6 +15,10 @@ def warmup_cosine(
                   /     `.
         floor    /         `---     steps count from 0; the first one already learns
 
+    Args:
+        peak, floor: learning rates, 0 <= floor <= peak.
+        num_steps: of the run, warmup included; later steps have the rate `floor`.
+        num_warmup_steps: of these the first, from peak / num_warmup_steps up.
     Source: Loshchilov and Hutter 2017 (SGDR), without restarts.
     Raises:
         ValueError: warmup is longer than the run, or a number is negative.

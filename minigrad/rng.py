@@ -45,7 +45,13 @@ _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 
 @contextmanager
 def scope(*, seed: int, step: int, first_sample: int = 0) -> Iterator[None]:
-    """Run one forward with random numbers keyed by these; see `Scope`."""
+    """Run one forward with random numbers keyed by these; see `Scope`.
+
+    Args:
+        seed: of the run, the same on every rank.
+        step: number of updates so far.
+        first_sample: where these samples begin in the batch of this step, counted over all ranks.
+    """
     token = _scope.set(Scope(seed, step, first_sample))
     try:
         yield
@@ -103,7 +109,12 @@ def keep_mask(name: str, shape: tuple[int, ...], rate: float) -> Array:
 
 
 def named_generator(purpose: str, seed: int, name: str) -> np.random.Generator:
-    """Return a generator that depends on these three and on nothing else."""
+    """Return a generator that depends on these three and on nothing else.
+
+    Args:
+        purpose: what the numbers are for: `"init"`. Without a slash.
+        name: of what they are for: `"fc.weight"`.
+    """
     return np.random.Generator(np.random.Philox(key=_key(f"{purpose}/{seed}/{name}")))
 
 

@@ -223,7 +223,13 @@ def node_order(node: Node) -> tuple[int, ...]:
 
 
 def collect(root: Node, *, since: int = -1) -> list[Node]:
-    """Return the nodes that `root` depends on, itself included, newest first; only those numbered from `since` on."""
+    """Return the nodes that `root` depends on, itself included, newest first.
+
+    Args:
+        since: a tick; only nodes that were recorded from then on.
+    Raises:
+        RuntimeError: the tape has been walked before.
+    """
     seen = {root}
     stack = [root]
     while stack:

@@ -97,7 +97,15 @@ def max_pool2d(x: Array, *, size: int | Pair, stride: int | Pair | None = None) 
 @op
 @half_in_float32
 def avg_pool2d(x: Array, *, size: int | Pair, stride: int | Pair | None = None) -> tuple[Array, tuple[Vjp]]:
-    """Average each window. Its gradient is spread evenly; arguments as for `max_pool2d`."""
+    """Average each window. Its gradient is spread evenly.
+
+    Args:
+        x: (B, C, H, W).
+        size: of the window, one number or (height, width).
+        stride: how far the window moves, likewise; its size by default.
+    Returns:
+        (B, C, H', W').
+    """
     kernel, stride, windows = _pool("avg_pool2d", x, size, stride)
     xp, shape, dtype = xp_of(x), x.shape, x.dtype
 

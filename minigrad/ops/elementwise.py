@@ -159,7 +159,13 @@ def tanh(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 @op
 def astype(x: Array, *, dtype: Any) -> tuple[Array, tuple[Vjp]]:
-    """Convert to another floating point dtype. d/dx = 1, in x's dtype."""
+    """Convert to another floating point dtype. d/dx = 1, in x's dtype.
+
+    Args:
+        dtype: as NumPy names it: `np.float64`, `"float16"`.
+    Raises:
+        TypeError: it is not floating point: integers have no derivative.
+    """
     before, after = x.dtype, np.dtype(dtype).newbyteorder("=")
     if after.kind not in "fV":
         raise TypeError(f"astype keeps a tensor differentiable: the dtype must be floating point, got {after}")

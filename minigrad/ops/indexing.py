@@ -17,7 +17,12 @@ from minigrad.tensor import Tensor
 
 @op
 def getitem(x: Array, *, index: Any) -> tuple[Array, tuple[Vjp]]:
-    """Select as NumPy's `x[index]`; an element selected twice gets both gradients."""
+    """Select as NumPy's `x[index]`; an element selected twice gets both gradients.
+
+    Args:
+        index: integers, slices, None, `...`, arrays of integers, masks of booleans, or a tuple of them. An array of
+            integers may be of any integer type.
+    """
     xp, shape, dtype = xp_of(x), x.shape, x.dtype
     distinct = all(_is_distinct(part) for part in (index if isinstance(index, tuple) else (index,)))
     of_rows = isinstance(index, xp.ndarray) and index.dtype.kind in "iu"

@@ -16,6 +16,11 @@ def matmul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
 
     y = a b: da = g b^T, db = a^T g.
 
+    Args:
+        a: (..., m, k) or (k,).
+        b: (..., k, n) or (k,).
+    Returns:
+        (..., m, n), without the axes that a 1-D operand lacks.
     Raises:
         ValueError: the shapes do not fit.
     """
@@ -105,6 +110,10 @@ def _rows(x: Array) -> Array:
 def outer(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Multiply each element of a with each of b: y[i, j] = a[i] b[j]. da = g b, db = g^T a.
 
+    Args:
+        a: (m,), b: (n,).
+    Returns:
+        (m, n).
     Raises:
         ValueError: a or b is not 1-D.
     """

@@ -43,7 +43,12 @@ class _Reduced:
 
 @op
 def sum(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
-    """Add up along `axis` (all axes by default); nothing sums to 0. d/dx = 1."""
+    """Add up along `axis` (all axes by default); nothing sums to 0. d/dx = 1.
+
+    Args:
+        axis: one, or several, negative ones counted from the end.
+        keepdims: leave the axes as ones of length 1, so that the result broadcasts against x.
+    """
     over = _Reduced("sum", x, axis)
     return add_up(x, axis=over.axes, keepdims=keepdims), (over.spread,)
 
@@ -192,7 +197,11 @@ def _product_of_others(x: Array, over: _Reduced) -> Array:
 @op
 @half_in_float32
 def cumsum(x: Array, *, axis: int) -> tuple[Array, tuple[Vjp]]:
-    """Add up from the start of an axis to each element. d/dx: the same, from the end."""
+    """Add up from the start of an axis to each element. d/dx: the same, from the end.
+
+    Returns:
+        The shape of x: y[i] = x[0] + ... + x[i] along `axis`.
+    """
     axes_of("cumsum", x, axis)
 
     def vjp(g: Array) -> Array:

@@ -16,7 +16,11 @@ from minigrad.tensor import Tensor
 
 @op
 def reshape(x: Array, *, shape: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
-    """Give the elements another shape, in C order; one length may be -1."""
+    """Give the elements another shape, in C order.
+
+    Args:
+        shape: as many elements; one length may be -1, which stands for what is left.
+    """
     before = x.shape
     return x.reshape(shape), (lambda g: g.reshape(before),)
 
@@ -25,6 +29,8 @@ def reshape(x: Array, *, shape: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]
 def transpose(x: Array, *, axes: Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
     """Permute the axes; reverse them by default.
 
+    Args:
+        axes: for each axis of the output the one of x: (2, 0, 1) moves the last to the front.
     Raises:
         ValueError: `axes` does not name each axis once.
     """
@@ -50,6 +56,8 @@ def swapaxes(x: Array, *, axis1: int, axis2: int) -> tuple[Array, tuple[Vjp]]:
 def moveaxis(x: Array, *, source: int | Sequence[int], destination: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     """Move axes to other places; the others stay in order.
 
+    Args:
+        source, destination: places in x and in the output, one or as many of both.
     Raises:
         ValueError: an axis does not exist or comes twice, or there are not as many places as axes.
     """
@@ -76,7 +84,11 @@ def squeeze(x: Array, *, axis: int | Sequence[int] | None = None) -> tuple[Array
 
 @op
 def expand_dims(x: Array, *, axis: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
-    """Insert axes of length 1, so that they are at these places in the output."""
+    """Insert axes of length 1.
+
+    Args:
+        axis: places in the output, one or several.
+    """
     before = x.shape
     return xp_of(x).expand_dims(x, axis), (lambda g: g.reshape(before),)
 
