@@ -58,12 +58,14 @@ test: $(STAMP)  ## run the tests, then those of the communicators again under mp
 	$(PY) -m pytest
 	@$(MAKE) --no-print-directory test-mpi
 
-test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks
+test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py
 	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours.
+	@# Each kind of world once: sums in rank order, sends that wait for their receives, ranks that do not compare calls.
 	@test -t 1 && color=yes || color=no; \
-	for ranks in 2 3 4; do \
-	    echo "tests marked mpi, on $$ranks ranks"; \
-	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not soak" tests || exit 1; \
+	for run in "2" "3 --deterministic --synchronous-sends" "4 --unchecked-collectives"; do \
+	    set -- $$run $(FLAGS); ranks=$$1; shift; \
+	    echo "tests marked mpi, on $$ranks ranks $$*"; \
+	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not soak" $$* tests || exit 1; \
 	done
 
 test-peers: $(PEERS)  ## compare every op and a GPT in training with PyTorch, which this installs

@@ -5,7 +5,15 @@ from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
 from distributed.comm.solo import SoloCommunicator
-from distributed.comm.world import describe, launched_by_mpi, launcher_rank, launcher_size, local_rank, world
+from distributed.comm.world import (
+    describe,
+    exit_together,
+    launched_by_mpi,
+    launcher_rank,
+    launcher_size,
+    local_rank,
+    world,
+)
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.data_parallel.replicas import broadcast_params
@@ -34,6 +42,7 @@ __all__ = [
     "broadcast_params",
     "clip_by_global_norm",
     "describe",
+    "exit_together",
     "launched_by_mpi",
     "launcher_rank",
     "launcher_size",

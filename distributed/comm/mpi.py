@@ -99,6 +99,12 @@ def _world_of(family: MPIFamily, settings: Settings) -> MPICommunicator:
         family = family.heal(Heal.SHRINK)
 
 
+def finalize_at_exit() -> None:
+    """Let this process end MPI as if all were well, whatever its exit status: every rank must."""
+    # What `python -m mpi4py` sets for a SystemExit; it is looked at after the functions that are registered here.
+    atexit.register(MPI._set_abort_status, 0)
+
+
 def _job_end(world: MPI.Comm) -> JobEnd:
     return JobEnd(world.Get_rank(), world.Abort)
 

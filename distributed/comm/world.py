@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 from distributed.comm.communicator import Communicator
 from distributed.comm.solo import SoloCommunicator
@@ -77,6 +78,19 @@ def world(
             f"alone in {comm.library}, which mpi4py loads"
         )
     return comm
+
+
+def exit_together(status: int) -> NoReturn:
+    """End this process as every other rank ends too, for the same reason.
+
+    `python -m mpi4py` takes an exit status of one rank for its failure, and aborts the job, which an MPI tells at
+    length. Here nobody is left waiting, so it need not.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        from distributed.comm.mpi import finalize_at_exit
+
+        finalize_at_exit()
+    sys.exit(status)
 
 
 def _environment_flag(variable: str, environ: Mapping[str, str] = os.environ) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from common.settings import RunSettings, check
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest
-from distributed.comm.world import launcher_rank, launcher_size, world
+from distributed.comm.world import exit_together, launcher_rank, launcher_size, world
 from minigrad.json_files import as_kind, parse_json
 
 S = TypeVar("S", bound=RunSettings)
@@ -164,6 +164,8 @@ def fail(message: str, *, everywhere: bool = True) -> NoReturn:
         time.sleep(GRACE_SECONDS)
         if not everywhere:
             print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
+    if everywhere:
+        exit_together(2)
     sys.exit(2)
 
 

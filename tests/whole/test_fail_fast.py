@@ -134,6 +134,26 @@ def test_sys_exit_on_every_rank_keeps_its_status(job, launcher, status):
 
 
 @needs_mpirun
+@pytest.mark.parametrize("launcher", [(), ("-m", "mpi4py")], ids=["python", "python -m mpi4py"])
+def test_ranks_that_end_together_abort_nothing(job, launcher):
+    """A line about an argument would be followed by fifteen about an abort."""
+    source = """
+        import sys
+        from distributed import exit_together, world
+
+        comm = world()
+        if comm.rank == 0:
+            print("--dp must be positive", file=sys.stderr)
+        exit_together(2)
+    """
+    result = job(source, *launcher)
+    assert result.returncode == 2
+    assert result.stderr.startswith("--dp must be positive\n")
+    assert "abort" not in result.stderr.lower()
+    assert len(result.stderr.splitlines()) < 10
+
+
+@needs_mpirun
 def test_abort_says_rank_and_message(job):
     source = """
         from distributed import world
