@@ -31,7 +31,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -53,6 +53,9 @@ $(STAMP): pyproject.toml
 
 train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags
 	$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(STREAM) $(PY) -m mpi4py examples/train_gpt.py --device $(DEVICE) $(BAR) $(ARGS)
+
+recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of the processes that it names; needs MPI=openmpi
+	$(PY) -m distributed.recovery -n $(RANKS) examples/gpt_recovery.py $(if $(findstring --dp,$(ARGS)),,$(ARGS))
 
 test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun
 	$(PY) -m pytest

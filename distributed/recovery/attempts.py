@@ -42,7 +42,7 @@ class Recovery:
         source: where the state came from: "a living rank", "a buddy's copy", "the restore function", "the beginning".
         num_redone: steps that were done before and are done again.
         num_ranks: of the healed world.
-        seconds: from the moment that this rank saw the failure to the beginning of the next attempt.
+        seconds: from the moment that a rank saw the failure until all had the state again.
     """
 
     step: int
@@ -72,9 +72,12 @@ class Attempt(Generic[T]):
         self._loop = loop
         self._voted = False
 
-    def commit(self) -> None:
+    def commit(self, *, take: bool = True) -> None:
         """Agree that the step is done everywhere, and let the optimizer step. Collective.
 
+        Args:
+            take: False leaves the parameters as they are, say because the gradients are not finite; the same on every
+                rank.
         Raises:
             RankFailure: it is not, and will be done again.
         """
@@ -84,7 +87,8 @@ class Attempt(Generic[T]):
         self._voted = True
         if not self.comm.vote(True):
             raise RankFailure
-        self.training.optimizer.step()
+        if take:
+            self.training.optimizer.step()
         self.committed = True
         self._loop.done(self.step + 1)
 
@@ -210,7 +214,9 @@ class _Loop(Generic[T]):
             try:
                 training = self._build(self.comm)
                 step, source = self._fetch(training)
-                reached = max(self.comm.gather_objects(self.step))
+                reached, seconds = map(
+                    max, *self.comm.gather_objects((self.step, time.perf_counter() - start)), (0, 0.0)
+                )
                 buddies = self._new_buddies(training)
                 whole = True
             except RankFailure:
@@ -219,7 +225,7 @@ class _Loop(Generic[T]):
                 break
             self.comm = self.comm.heal(self._heal)
         self._take(training, buddies, step)
-        self._recovery = Recovery(step, source, reached - step, self.comm.size, time.perf_counter() - start)
+        self._recovery = Recovery(step, source, reached - step, self.comm.size, seconds)
 
     def _fetch(self, training: T) -> tuple[int, str]:
         """Fill a new training with the run's state; return its step and where it came from."""

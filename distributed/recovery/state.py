@@ -7,7 +7,7 @@ has the state can do the step again, in any layout, and nobody can tell from the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,25 +37,14 @@ class HasState(Protocol):
 class Training(Protocol):
     """What `build` makes for a layout: these three, and whatever else a step needs."""
 
-    model: HasTensors
-    optimizer: Optimizer
-    data: HasState
+    @property
+    def model(self) -> HasTensors: ...
 
+    @property
+    def optimizer(self) -> Optimizer: ...
 
-class State(NamedTuple):
-    """A run at the beginning of a step.
-
-    Attributes:
-        step: number of steps that are done.
-        num_updates: of the optimizer.
-        data: the position in the data.
-        arrays: this rank's, by name; of the training itself, not copies.
-    """
-
-    step: int
-    num_updates: int
-    data: dict[str, Any]
-    arrays: Mapping[str, Array]
+    @property
+    def data(self) -> HasState: ...
 
 
 def arrays_of(training: Training) -> dict[str, Array]:

@@ -2,13 +2,11 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from jobs import MPIRUN, ROOT, environ
+from jobs import MPIRUN, ROOT, environ, survives_deaths
 from toy_recovery import builder, digest, train
 
 from distributed import LocalWorld
@@ -30,14 +28,7 @@ print(json.dumps([comm.rank, *digest(parameters), [r.source for r in recoveries]
 """
 
 
-def survives() -> bool:
-    info = MPIRUN and shutil.which("ompi_info", path=str(Path(MPIRUN).parent))
-    if not info:
-        return False
-    return "FT MPI support: yes" in subprocess.run([info], capture_output=True, text=True, timeout=60).stdout
-
-
-pytestmark = pytest.mark.skipif(not survives(), reason="needs Open MPI with ULFM")
+pytestmark = pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 
 
 def run(folder, num_ranks, dies, pp=1, **how):

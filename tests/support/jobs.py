@@ -1,5 +1,6 @@
 """Jobs of their own: a Python command on ranks that mpirun starts, or as a plain process, with a limit of time."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -49,3 +50,12 @@ def environ() -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support"))),
     }
+
+
+@functools.cache
+def survives_deaths() -> bool:
+    """Return whether the MPI at hand can go on when a rank dies: Open MPI with ULFM."""
+    info = MPIRUN and shutil.which("ompi_info", path=str(Path(MPIRUN).parent))
+    if not info:
+        return False
+    return "FT MPI support: yes" in subprocess.run([info], capture_output=True, text=True, timeout=60).stdout

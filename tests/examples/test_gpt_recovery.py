@@ -1,0 +1,40 @@
+"""The example whose ranks may die: one is killed from outside, and its lines are those of an undisturbed run."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from jobs import ROOT, environ, survives_deaths
+
+SMALL = ["--steps", "12", "--batch", "8", "--layers", "1", "--width", "16", "--context", "16"]
+
+
+@pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
+def test_the_loss_goes_on_as_if_nothing_had_happened() -> None:
+    undisturbed, _ = run(kill_after=None)
+    steps, recoveries = run(kill_after=4)
+    assert steps == undisturbed
+    assert [int(line.split()[1][:-1]) for line in steps] == list(range(12))
+    assert len(recoveries) == 1
+    assert "source='a living rank'" in recoveries[0]
+
+
+def run(kill_after: int | None) -> tuple[list[str], list[str]]:
+    """Run the example on two ranks; return the lines of its steps, and of its recoveries."""
+    command = [sys.executable, "-m", "distributed.recovery", "-n", "2", str(ROOT / "examples" / "gpt_recovery.py")]
+    lines: list[str] = []
+    with subprocess.Popen([*command, *SMALL], env=environ(), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            lines.append(line.replace("\0", "").strip())
+            if kill_after is not None and lines[-1].startswith(f"step {kill_after}:"):
+                (pid,) = (found[1] for each in lines if (found := re.search(r"rank 1 is process (\d+)", each)))
+                os.kill(int(pid), signal.SIGKILL)
+                kill_after = None
+    assert job.returncode == 0, lines
+    return [line for line in lines if line.startswith("step ")], [
+        line for line in lines if line.startswith("Recovery(")
+    ]
