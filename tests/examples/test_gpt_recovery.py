@@ -35,6 +35,5 @@ def run(kill_after: int | None) -> tuple[list[str], list[str]]:
                 os.kill(int(pid), signal.SIGKILL)
                 kill_after = None
     assert job.returncode == 0, lines
-    return [line for line in lines if line.startswith("step ")], [
-        line for line in lines if line.startswith("Recovery(")
-    ]
+    steps, recoveries = ([line for line in lines if line.startswith(word)] for word in ("step ", "Recovery("))
+    return steps, recoveries
