@@ -12,6 +12,7 @@ The same flags besides --dp and --pp give the same model, up to rounding, in eve
 
 import math
 import os
+from collections.abc import Callable
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
@@ -60,9 +61,7 @@ def main() -> None:
     stages = PipelineStage.of(
         gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype, device=settings.device
     )
-    warmup = min(100, settings.steps // 10)
-    lr = warmup_cosine(settings.lr, num_steps=settings.steps, num_warmup_steps=warmup, floor=settings.lr / 10)
-    optimizer = Optimizer(stages.parameters(), AdamW(lr, betas=(0.9, 0.99), weight_decay=0.1))
+    optimizer = Optimizer(stages.parameters(), AdamW(learning_rate(settings), betas=(0.9, 0.99), weight_decay=0.1))
     pipe = PipelineExecutor(
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
     )
@@ -110,6 +109,12 @@ def main() -> None:
     if settings.vocab == 256:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
         run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
+
+
+def learning_rate(settings: LayoutSettings) -> Callable[[int], float]:
+    """Return the learning rate of each step: up in the first tenth, at most 100 steps, then down to a tenth."""
+    warmup = min(100, settings.steps // 10)
+    return warmup_cosine(settings.lr, num_steps=settings.steps, num_warmup_steps=warmup, floor=settings.lr / 10)
 
 
 def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSettings, mesh: Mesh) -> float:

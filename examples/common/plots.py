@@ -6,7 +6,6 @@ Only `step` is compulsory: a picture whose numbers are missing is not drawn. It 
 nor matplotlib's global state, so that a training script may draw as it ends.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from os import PathLike
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minigrad.files import atomic_write
+from minigrad.json_files import parse_json
 
 Numbers = NDArray[np.float64]
 Metrics = Sequence[dict[str, Any]]
@@ -76,18 +76,17 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     behind, is left out.
 
     Raises:
-        ValueError: a line is no JSON object with a step.
+        ValueError: a line is no JSON object of numbers with a step; a number that was not finite is null.
     """
     by_step: dict[int, dict[str, Any]] = {}
     *lines, _ = Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            by_step[row["step"]] = by_step.get(row["step"], {}) | row
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"each line of metrics must be a JSON object with a step, got {line[:60]!r} in line {number} of {path}"
-            ) from error
+        where = f"line {number} of {path}"
+        row: dict[str, Any] = parse_json(line, dict[str, float | None], where)
+        step = row.get("step")
+        if step is None or not step.is_integer() or step < 0:
+            raise ValueError(f"{where}: each line of metrics has a step, an integer from 0, got {line[:60]!r}")
+        by_step[int(step)] = by_step.get(int(step), {}) | row | {"step": int(step)}
     return [by_step[step] for step in sorted(by_step)]
 
 

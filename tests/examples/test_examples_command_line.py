@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common import command_line
 from common.command_line import find_run, read_saved, read_settings, to_save
 from common.settings import LayoutSettings, RunSettings
 from distributed.checkpoint.files import Manifest, commit
@@ -175,6 +176,70 @@ def test_what_cannot_be_resumed_is_one_line(
     with pytest.raises(SystemExit, match=r"^2$"):
         read_settings(LayoutSettings, "", arguments.split())
     assert capsys.readouterr().err == f"train.py: {line}\n"
+
+
+def test_a_run_is_known_by_any_of_its_files(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where its settings were lost, a run is not begun again on top of what is left of it."""
+    (runs / "train-1" / "settings.json").unlink()
+    (runs / "train-3" / "metrics.jsonl").touch()
+    for name in ("train-1", "train-3"):
+        with pytest.raises(ValueError, match=f"^--run runs/{name} holds a run: go on with it by --resume auto"):
+            find_run(f"runs/{name}", None)
+    assert find_run("runs/train-1", "auto") == (Path(CHECKPOINT) / "manifest.json", "runs/train-1")
+    settings = read_settings(LayoutSettings, "", ["--run", "runs/train-1", "--resume", "auto"])
+    assert (settings.run, settings.layers, settings.lr) == ("runs/train-1", 5, 0.125)
+
+
+@pytest.mark.parametrize("flag", ["--run", "--resume", "--text"])
+def test_a_name_that_is_none_of_a_file_is_one_line(flag: str) -> None:
+    result = run_as_rank(0, 1, flag, "x" * 300)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("train.py: ")
+    assert "File name too long" in line
+
+
+HUGE = "1" + "0" * 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--vocab 1e11", "argument --vocab: invalid int value: '1e11'"),
+        (f"--dp 2 --vocab {HUGE}", f"--vocab must be at most 2147483647, got {HUGE}"),
+        (f"--dp 2 --steps {HUGE}", f"--steps must be at most 2147483647, got {HUGE}"),
+        ("--pp 2 --microbatches 2000000000 --batch 2000000000", "--microbatches must be at most 16384, got 2000000000"),
+        ("--dp 2 --width 1000000", "--layers, --width, --vocab and --context make 48,000,320,000,000 weights, "),
+        ("--dp 2 --layers 2000000000", "--layers, --width, --vocab and --context make 393,216,000,040,960 weights, "),
+        ("--dp 2 --bucket-mb 0", "--bucket-mb must be above 0 and finite, got 0.0"),
+        ("--dp 2 --bucket-mb 1e308", "--bucket-mb must be above 0 and finite, got 1e+308"),
+    ],
+)
+def test_a_number_that_no_machine_can_hold_is_one_line(arguments: str, line: str) -> None:
+    result = run_as_rank(0, 2, *arguments.split())
+    assert result.returncode == 2
+    (said,) = result.stderr.splitlines()
+    assert said.startswith(f"train.py: {line}")
+
+
+def test_what_cannot_be_had_is_one_line_from_one_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main() -> None:
+        raise MemoryError("Unable to allocate 12.0 TiB")
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        command_line.run_script(main)
+    assert capsys.readouterr().err == "train.py: Unable to allocate 12.0 TiB\n"
+
+
+def test_what_is_nobody_s_mistake_but_ours_keeps_its_traceback() -> None:
+    def main() -> None:
+        raise IndexError("list index out of range")
+
+    with pytest.raises(IndexError):
+        command_line.run_script(main)
 
 
 def test_what_a_checkpoint_fits_cannot_change() -> None:

@@ -1,7 +1,10 @@
 """A run as its folder tells it: metrics, checkpoints, summary, plots; ended early and gone on with."""
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +14,9 @@ import numpy as np
 import pytest
 
 from common import run as run_module
+from common import run_folder
 from common.run import Run
+from common.run_folder import RunFolder
 from common.settings import RunSettings
 from distributed import Communicator, LocalWorld, SoloCommunicator
 from distributed.data.batches import Sampler
@@ -214,10 +219,35 @@ def test_a_new_run_with_nothing_left_to_do_and_no_metrics_ends_in_peace() -> Non
     assert lines(run) == []
 
 
-def test_all_steps_are_done(capfd: pytest.CaptureFixture[str]) -> None:
-    train(SETTINGS)
-    train(replace(SETTINGS, resume="auto", quiet=False))
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_left_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    before = contents(train(SETTINGS).folder)
+    run = train(replace(SETTINGS, resume="auto", quiet=False, save_every=1, batch=2))
+    assert run.stopped
+    assert contents(run.folder) == before
     assert "all 6 steps are done: --steps 12 would do more" in capfd.readouterr().out
+
+
+def test_a_run_that_was_done_but_not_summed_up_is_summed_up() -> None:
+    (train(SETTINGS).folder / "summary.json").unlink()
+    run = train(replace(SETTINGS, resume="auto"))
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == NUM_STEPS
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_ends() -> None:
+    """By its summary a job in a queue knows that it need not be queued again."""
+    train(SETTINGS)
+    run = train(replace(SETTINGS, resume="auto", steps=9), stop_at=NUM_STEPS)
+    assert run.stopped
+    assert not (run.folder / "summary.json").exists()
+
+
+def test_the_last_step_is_saved_whenever_the_others_are() -> None:
+    run = train(replace(SETTINGS, steps=5))
+    assert (run.folder / "checkpoints" / "latest").read_text() == "step-00000005\n"
 
 
 def test_what_is_refused_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +256,33 @@ def test_what_is_refused_changes_nothing(capfd: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit, match=r"^2$"):
         train(replace(SETTINGS, resume="auto", steps=5))
     assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_resume_that_is_refused_leaves_no_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    checkpoint = train(SETTINGS).folder / "checkpoints" / "step-00000006"
+    for folder in (None, "new"):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            train(replace(SETTINGS, run=folder, resume=str(checkpoint), steps=5))
+    assert "--steps must be at least the 6 that are done, got 5" in capfd.readouterr().err
+    assert [path for path in Path().rglob("*") if path.is_dir() and not path.is_relative_to("run")] == [Path("runs")]
+
+
+def test_a_run_that_never_began_leaves_no_folder() -> None:
+    Run(SETTINGS, SoloCommunicator())
+    assert list(Path().iterdir()) == []
+
+
+def test_without_locks_it_runs_with_a_warning(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = train(SETTINGS)
+    assert len(lines(run)) == NUM_STEPS
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: the file system of run has no locks (Function not implemented)")
 
 
 def test_two_runs_of_one_second_have_folders_of_their_own() -> None:
@@ -252,18 +309,22 @@ def test_metrics_of_a_step_are_on_the_disk_before_the_next() -> None:
         run.log(1.0)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
+    value: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = Linear(ParamGetter(), 2, 1)
     run = Run(replace(SETTINGS, save_every=1), SoloCommunicator())
     steps = run.steps(model, Optimizer(model.parameters(), SGD(0.1)), Sampler(5, batch_size=1, seed=0))
 
     def diverge() -> None:
         for step in steps:
-            run.log(float("nan") if step == 3 else 1.0)
+            run.log(float(value) if step == 3 else 1.0)
 
     with pytest.raises(SystemExit, match=r"^2$"):
         diverge()
-    assert "the loss of step 3 is nan" in capfd.readouterr().err
+    line = f"the loss of step 3 is {value}, and what follows would be too; "
+    assert f"{line}the last checkpoint is run/checkpoints/step-00000003" in capfd.readouterr().err
     assert (run.folder / "checkpoints" / "latest").read_text() == "step-00000003\n"
 
 
@@ -278,12 +339,81 @@ def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch:
     assert "the checkpoint of step 2 could not be written: OSError: [Errno 28] No space left on device" in line
 
 
+def test_a_disk_that_fills_while_a_step_is_noted_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunFolder.write_metrics
+
+    def full(self: RunFolder, line: dict[str, Any]) -> None:
+        if line["step"] == 3:
+            raise OSError(28, "No space left on device", str(self.path / "metrics.jsonl"))
+        write(self, line)
+
+    monkeypatch.setattr(RunFolder, "write_metrics", full)
+
+    def program(comm: Communicator) -> None:
+        with pytest.raises(SystemExit, match=r"^2$"):
+            train(SETTINGS, comm)
+
+    LocalWorld(2).run(program)
+    what = "run/metrics.jsonl: No space left on device; the last checkpoint is run/checkpoints/step-00000002"
+    assert {line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()} == {what}
+
+
+def test_a_run_whose_folder_is_removed_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Linear(ParamGetter(), 2, 1)
+    run = Run(SETTINGS, SoloCommunicator())
+    steps = run.steps(model, Optimizer(model.parameters(), SGD(0.1)), Sampler(5, batch_size=1, seed=0))
+
+    def train_on() -> None:
+        for step in steps:
+            if step == 3:
+                shutil.rmtree(run.folder)
+            run.log(1.0)
+
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_on()
+    assert "run/metrics.jsonl: No such file or directory; nothing was saved" in capfd.readouterr().err
+    assert not run.folder.exists()
+
+
+def test_a_picture_that_fails_is_one_line_and_costs_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw_plots(*_: object, **__: object) -> None:
+        raise IndexError("list index\nout of range")
+
+    monkeypatch.setattr(run_folder, "draw_plots", draw_plots)
+    run = train(SETTINGS)
+    assert json.loads((run.folder / "summary.json").read_text())["accuracy"] == 0.5
+    assert capfd.readouterr().err == "no plots: IndexError: list index out of range\n"
+
+
+def test_a_number_that_is_not_finite_is_null_and_its_step_was_skipped() -> None:
+    model = Linear(ParamGetter(), 2, 1)
+    run = Run(SETTINGS, SoloCommunicator())
+    norms = [1.0, float("inf"), 2.0, float("nan"), float("nan"), 3.0]
+    for step in run.steps(model, Optimizer(model.parameters(), SGD(0.1)), Sampler(5, batch_size=1, seed=0)):
+        run.log(1.0, grad_norm=norms[step])
+    run.end(worst=float("inf"))
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    text = (run.folder / "metrics.jsonl").read_text()
+    found = [json.loads(line, parse_constant=refuse)["grad_norm"] for line in text.splitlines()]
+    assert found == [1.0, None, 2.0, None, None, 3.0]
+    summary = json.loads((run.folder / "summary.json").read_text(), parse_constant=refuse)
+    assert (summary["skipped_steps"], summary["worst"]) == (3, None)
+
+
 def test_metrics_that_cannot_be_read_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     run = train(SETTINGS)
     (run.folder / "metrics.jsonl").write_text("no metrics\n")
     with pytest.raises(SystemExit, match=r"^2$"):
         train(replace(SETTINGS, resume="auto", steps=9))
-    assert "each line of metrics must be a JSON object with a step" in capfd.readouterr().err
+    assert "line 1 of run/metrics.jsonl cannot be read: Expecting value" in capfd.readouterr().err
+    assert (run.folder / "metrics.jsonl").read_text() == "no metrics\n"
 
 
 def test_waiting_is_the_mean_over_ranks_and_speed_counts_what_samples_hold() -> None:

@@ -4,8 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jobs import ROOT, needs_mpirun, run_job
+from safetensors.numpy import load_file
+
+import train_gpt
+from common.settings import LayoutSettings
+from distributed import Communicator, LocalWorld, Mesh
 
 SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
 TINY = f"{SIZES} --dropout 0.1 --dtype float64".split(" ")
@@ -107,3 +113,76 @@ def test_the_numbers_are_what_they_were(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "here" / "timeline.json").read_text())
     buckets = {event["name"] for event in trace["traceEvents"] if event.get("cat", "").startswith("bucket")}
     assert len(buckets) > 2, "--bucket-mb cuts the gradients"
+
+
+def test_the_learning_rate_warms_up_and_comes_down() -> None:
+    rates = [train_gpt.learning_rate(LayoutSettings(steps=40, lr=1.0))(step) for step in range(40)]
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[0] <= 0.25
+    assert max(rates) == 1.0
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert 0.1 <= rates[-1] < 0.11
+
+
+def test_replicas_share_the_validation_and_each_window_counts_once() -> None:
+    tokens = np.arange(4 * 11 + 1)  # 11 windows, in 5 batches of 3, 2, 2, 2, 2
+    seen: list[list[int]] = [[], []]
+
+    class Pipe:
+        """Gives each window its number as its loss."""
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def evaluate(self, x: np.ndarray, y: np.ndarray) -> float:
+            seen[self.rank] += (x[:, 0] // 4).tolist()
+            return float(np.mean(x[:, 0] // 4))
+
+    def program(comm: Communicator) -> float:
+        settings = LayoutSettings(context=4, batch=4, dp=2)
+        return train_gpt.validation_loss(Pipe(comm.rank), tokens, settings, Mesh(comm, dp=2, pp=1))  # type: ignore[arg-type]
+
+    assert LocalWorld(2).run(program) == [5.0, 5.0]
+    assert sorted(seen[0] + seen[1]) == list(range(11))
+    assert (len(seen[0]), len(seen[1])) == (7, 4)
+
+
+POISONED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import train_gpt
+clip, calls = train_gpt.clip_by_global_norm, []
+
+def poisoned(stages, max_norm):
+    calls.append(stages)
+    if len(calls) in {steps} and train_gpt.world().rank == 1:
+        stages.counted_parameters()[0].grad[...] = float("nan")
+    return clip(stages, max_norm)
+
+train_gpt.clip_by_global_norm = poisoned
+sys.argv = ["train_gpt.py", *sys.argv[2:]]
+train_gpt.run_script(train_gpt.main)
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("steps", "code"), [("{3}", 0), ("range(3, 99)", 2)])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(steps: str, code: int, tmp_path: Path) -> None:
+    """The loss is finite, so that nothing else would be seen before weights, and checkpoints from there on, are nan."""
+    program = POISONED.replace("{steps}", steps)
+    flags = [*TINY, "--steps", "14", "--pp", "2", "--microbatches", "2", "--run", "here", "--save-every", "1"]
+    arguments = ["-m", "mpi4py", "-c", program, str(ROOT / "examples"), *flags]
+    result = run_job(arguments, ranks=2, cwd=tmp_path)
+    assert result.returncode == code, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] is None for line in lines[:5]] == [False, False, True, code == 2, code == 2]
+    latest = tmp_path / "here" / "checkpoints" / (tmp_path / "here" / "checkpoints" / "latest").read_text().strip()
+    weights = [load_file(part) for part in latest.glob("*.safetensors")]
+    assert all(np.isfinite(array).all() for part in weights for array in part.values())
+    if code == 0:
+        assert json.loads((tmp_path / "here" / "summary.json").read_text())["skipped_steps"] == 1
+        assert json.loads((latest / "manifest.json").read_text())["num_updates"] == 13
+    else:
+        said = [line for line in result.stderr.splitlines() if "steps in a row are skipped" in line]
+        assert len(said) == 1
+        assert "Traceback" not in result.stderr
