@@ -31,7 +31,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -88,6 +88,9 @@ bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, wit
 
 test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m gpu tests
+
+bench-gpu:  ## a training step on one GPU beside PyTorch, with a Python that has CuPy and PyTorch: GPU_PYTHON=python3
+	$(GPU_PYTHON) benchmarks/gpu.py
 
 bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 5 minutes
 	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"

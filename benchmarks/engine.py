@@ -49,7 +49,7 @@ COMPARISONS = [  # beside the ones with targets
     ("gemm", "torch-gemm"),
     ("minigrad-recompute", "minigrad"),
 ]
-DIGITS = {"": 0, "x": 2, "ms": 1, "us": 1, "MiB": 0}  # of each unit
+DIGITS = {"": 0, "x": 2, "ms": 1, "us": 1, "MiB": 0, "GiB": 2, "nats": 4, "k": 0}  # of each unit
 NUM_TURNS = {"nano-cpu": 8, "baby": 3}  # of each round
 
 

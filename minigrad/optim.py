@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from minigrad.flat import FlatBuffer, FlatRange, grads_of, zero_grad
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter, check_usable
 
+FROZEN = 2  # a kind of parameter to a whole step on a GPU; 1: with weight decay, 0: without
 LearningRate = float | Callable[[int], float]
 
 
@@ -95,6 +96,10 @@ class AdamW:
         m, v = state["m"], state["v"]
         kernels_of(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
 
+    def whole_step(self, data: Array, max_norm: float | None) -> Any:
+        """Return what does whole steps on the device that `data` is on, or None; see `reference.adamw_step`."""
+        return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm)
+
 
 def _check_learning_rate(rule: Rule) -> None:
     if not callable(rule.lr) and not isinstance(rule.lr, (int, float, np.number)):
@@ -121,18 +126,48 @@ class Optimizer:
         params: distinct parameters in model order; those without an owner get a FlatBuffer.
         rule: SGD, AdamW or your own `Rule`.
         decays: which parameters weight decay applies to; by default those with two or more axes.
+        max_norm: clip by the norm of all gradients of `params` in each step; None: by nothing. On a GPU this waits for
+            nothing, as `clip_by_global_norm` would.
+
+    Attributes:
+        is_captured: a captured step is under way (`cuda_graph.py`), which calls `advance` itself.
+    Raises:
+        ValueError: max_norm is not positive.
+        RuntimeError: max_norm is given for parameters of a part of a model.
     """
 
     def __init__(
-        self, params: Iterable[Parameter], rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix
+        self,
+        params: Iterable[Parameter],
+        rule: Rule,
+        *,
+        decays: Callable[[Parameter], bool] = is_matrix,
+        max_norm: float | None = None,
     ) -> None:
         if not hasattr(rule, "update"):
             raise TypeError(f"Optimizer takes a rule, such as SGD(lr=0.1), got {type(rule).__name__}")
         self.params = list(dict.fromkeys(params))
+        if max_norm is not None:
+            check_max_norm(max_norm)
+            _check_whole(self.params)
         self.rule = rule
         self.decays = decays
+        self.max_norm = max_norm
         self.num_steps = 0
+        self.is_captured = False
         self._ranges = [(part, rule.init(part.data)) for part in FlatBuffer.adopt(self.params)]
+        self._norm = 0.0
+        self._whole_step = self._new_whole_step()
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients before clipping, as of the last step; 0 without `max_norm`. Asks a GPU."""
+        return self._norm if self._whole_step is None else float(self._whole_step.norm())
+
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether `step` waits for no answer of a GPU: needed to capture it."""
+        return self._whole_step is not None
 
     @property
     def lr(self) -> float:
@@ -146,6 +181,15 @@ class Optimizer:
             RuntimeError: somebody holds one of the gradients.
         """
         check_usable(self.params, "optimizer.step() with")
+        if self._whole_step is not None:
+            if not self.is_captured:
+                self.advance()
+            self._whole_step.apply([self._piece(part, state) for part, state in self._ranges])
+            for part, _ in self._ranges:
+                part.note_change("the optimizer", copied=True)
+            return
+        if self.max_norm is not None:
+            self._norm = clip_by_global_norm(self.params, self.max_norm)
         lr = self.lr
         for part, state in self._ranges:
             for run, decay in self._runs(part):
@@ -154,6 +198,26 @@ class Optimizer:
                 self.rule.update(run.data, run.grad, own_state, lr=lr, step=self.num_steps, decay=decay)
                 run.note_change("the optimizer")
         self.num_steps += 1
+
+    def advance(self) -> None:
+        """Tell a GPU the numbers of the next step, and count it. `step` does so, unless it is being captured."""
+        assert self._whole_step is not None
+        self._whole_step.advance(self.lr, self.num_steps)
+        self.num_steps += 1
+
+    def _new_whole_step(self) -> Any:
+        """Return what does a whole step on a GPU, or None where parts are updated one by one."""
+        if not self._ranges or not isinstance(self.rule, AdamW):
+            return None
+        if any(part.data.dtype != np.float32 for part, _ in self._ranges):
+            return None
+        return self.rule.whole_step(self._ranges[0][0].data, self.max_norm)
+
+    def _piece(self, part: FlatRange, state: dict[str, Array]) -> tuple[Any, ...]:
+        """Return a part as a whole step takes it."""
+        kinds = groupby(part.params, lambda p: FROZEN if not p.requires_grad else int(self.decays(p)))
+        lengths = tuple([(sum(p.size for p in run), kind) for kind, run in kinds])
+        return part.data, part.grad, state["m"], state["v"], part.copy, lengths
 
     def state_arrays(self) -> Iterator[tuple[str, Array]]:
         """Yield the rule's state as (name, view): `("m/fc.weight", ...)`, each of its parameter's shape.
@@ -222,12 +286,17 @@ def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
         RuntimeError: a parameter is one of a part of a model: its norm is not the model's.
     Source: Pascanu et al. 2013.
     """
-    for p in params:
-        if p.part_of:
-            raise RuntimeError(f"the norm of {p.label}: it is of {p.part_of}")
+    _check_whole(params)
     norm = grad_norm(params)
     scale_to_norm(params, norm, max_norm)
     return norm
+
+
+def _check_whole(params: Iterable[Parameter]) -> None:
+    """Raise RuntimeError if one of these parameters is of a part of a model, whose norm is not the model's."""
+    for p in params:
+        if p.part_of:
+            raise RuntimeError(f"the norm of {p.label}: it is of {p.part_of}")
 
 
 def grad_norm(params: Sequence[Parameter]) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 from minigrad.backend import Array
 from minigrad.halves import DeferredGrads, defer_weights
 from minigrad.hooks import Hooks
+from minigrad.kernels import kernels_of
 from minigrad.mode import OpHook, current_hook, enable_grad
 from minigrad.op_hooks import progressing
 from minigrad.parameter import Parameter
@@ -87,7 +88,7 @@ def walk(
                     have = cotangents[parent]
                     have += c
                 else:
-                    cotangents[parent] = cotangents[parent] + c
+                    cotangents[parent] = kernels_of(c).add(cotangents[parent], c)
                     if parent.shape:  # a sum of 0-d arrays is a NumPy scalar, which cannot be added to in place
                         owned.add(parent)
                 continue

@@ -193,6 +193,43 @@ extern "C" __global__ void layer_norm_dx(const T* g, const T* x, const float* me
   t.store(dx + row * N);
 }
 
+// The same with sums over rows on the way: each block writes a row of part_gain, of g h, and one of part_bias, of g.
+extern "C" __global__ __launch_bounds__(256, 2) void layer_norm_back(const T* g, const T* x, const float* mean,
+                                                                     const float* inverse, const T* gain, T* dx,
+                                                                     float* part_gain, float* part_bias, Index rows) {
+  extern __shared__ float shared[];  // the gain, then (warps, N) sums
+  for (int c = threadIdx.x; c < N; c += blockDim.x) shared[c] = number(gain[c]);
+  __syncthreads();
+  Row dgain, dbias;
+  Row::each([&](int i, int) { dgain.v[i] = dbias.v[i] = 0; });
+  for (Index row = warp_index(); row < rows; row += gridDim.x * (blockDim.x / 32)) {
+    Row h, t;
+    h.load(x + row * N), t.load(g + row * N);
+    float m = mean[row], inv = inverse[row], sum_t = 0, sum_th = 0;
+    Row::each([&](int i, int c) {
+      float hi = (h.v[i] - m) * inv, ti = t.v[i];
+      dgain.v[i] += ti * hi, dbias.v[i] += ti;
+      ti *= shared[c], sum_t += ti, sum_th += ti * hi;
+    });
+    sum_t = warp_sum(sum_t) / N, sum_th = warp_sum(sum_th) / N;
+    asm volatile("" ::: "memory");  // read the row again, from the cache: registers are dearer
+    h.load(x + row * N), t.load(g + row * N);
+    Row::each([&](int i, int c) { t.v[i] = (t.v[i] * shared[c] - sum_t - (h.v[i] - m) * inv * sum_th) * inv; });
+    t.store(dx + row * N);
+  }
+  int warp = threadIdx.x / 32;
+  for (int which = 0; which < 2; which++) {
+    __syncthreads();
+    Row::each([&](int i, int c) { shared[warp * N + c] = which ? dbias.v[i] : dgain.v[i]; });
+    __syncthreads();
+    for (int c = threadIdx.x; c < N; c += blockDim.x) {
+      float sum = 0;
+      for (int i = 0; i < blockDim.x / 32; i++) sum += shared[i * N + c];
+      (which ? part_bias : part_gain)[blockIdx.x * (Index)N + c] = sum;
+    }
+  }
+}
+
 extern "C" __global__ void embedding(const T* table, const int* ids, T* y, Index rows, int num_rows) {
   Index row = warp_index();
   if (row >= rows) return;
@@ -331,12 +368,23 @@ __device__ inline float gelu_exact(float x, float& d) {
   d = p + inner * 0.3989422804014327f * __expf(-0.5f * inner * inner);
   return outer * p;
 }
-extern "C" __global__ void gelu(const T* x, T* y, T* d, bool exact, Index n) {
+extern "C" __global__ void gelu(const T* x, T* y, bool exact, Index n) {
   elementwise(n, [&](Index i, Index end) {
-    V8 a = load8(x, i, end, VECTORS), b;
-    for (int j = 0; j < 8; j++) a.v[j] = exact ? gelu_exact(a.v[j], b.v[j]) : gelu_tanh(a.v[j], b.v[j]);
+    V8 a = load8(x, i, end, VECTORS);
+    float d;
+    for (int j = 0; j < 8; j++) a.v[j] = exact ? gelu_exact(a.v[j], d) : gelu_tanh(a.v[j], d);
     store8(y, i, end, VECTORS, a);
-    store8(d, i, end, VECTORS, b);
+  });
+}
+extern "C" __global__ void gelu_dx(const T* g, const T* x, T* dx, bool exact, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS), b = load8(g, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) {
+      float d;
+      exact ? gelu_exact(a.v[j], d) : gelu_tanh(a.v[j], d);
+      b.v[j] *= d;
+    }
+    store8(dx, i, end, VECTORS, b);
   });
 }
 extern "C" __global__ void one_hot(const int* ids, T* y, Index rows, int num_rows, Index stride) {
@@ -386,11 +434,11 @@ extern "C" __global__ void cross_entropy(const T* logits, Index stride, const in
 extern "C" __global__ void scale_by(T* x, const float* factor, Index n) {
   float f = *factor;
   if (f == 1) return;
-  elementwise(n, [&](Index i, Index end) {
-    V8 a = load8(x, i, end, VECTORS);
+  for (Index i = thread_index() * 8; i < n; i += gridDim.x * (Index)blockDim.x * 8) {
+    V8 a = load8(x, i, n, VECTORS);
     for (int j = 0; j < 8; j++) a.v[j] *= f;
-    store8(x, i, end, VECTORS, a);
-  });
+    store8(x, i, n, VECTORS, a);
+  }
 }
 
 // ---- the optimizer: flat float32 arrays, and the copy of type T that ops see -----------------------------------
@@ -434,7 +482,7 @@ extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, 
   s->rate = s->lr / c1 * c2, s->eps = eps * c2, s->shrink = s->lr * decay, s->norm = norm;
   s->clip = norm > max_norm && norm < __longlong_as_double(0x7ff0000000000000) ? max_norm / norm : 1;
 }
-// Where weight decay begins and ends: starts[i] to starts[i + 1] decays if decays[i]. g == 0 marks what is frozen.
+// Run i, from starts[i] to starts[i + 1], is of a kind: 0 plain, 1 with weight decay, 2 frozen.
 extern "C" __global__ void adamw(float* w, const float* g, float* m, float* v, T* copy, const Scalars* s,
                                  const Index* starts, const unsigned char* kinds, int runs, float beta1, float beta2,
                                  Index n) {

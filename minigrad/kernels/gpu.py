@@ -7,7 +7,7 @@ Kernels are compiled when first called, for one dtype and where they hold a row 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from minigrad.kernels.cublaslt import CublasLt, lines_up
 
 __all__ = [
     "adamw",
+    "adamw_step",
     "add",
     "causal_attention",
     "checked_ids",
@@ -28,7 +29,9 @@ __all__ = [
     "embedding",
     "embedding_dtable",
     "gelu",
+    "gelu_dx",
     "layer_norm",
+    "layer_norm_back",
     "layer_norm_dgain",
     "layer_norm_dx",
     "linear",
@@ -37,6 +40,7 @@ __all__ = [
     "rms_norm_dgain",
     "select",
     "square_sum",
+    "sum_parts",
 ]
 
 SOURCE = Path(__file__).with_name("gpu.cu")
@@ -47,6 +51,8 @@ _PARTS = 64  # in which the rows of a sum over columns are added up
 _FEW_CLASSES = 256  # of which a product with the one-hot matrix sums gradients
 _MOST_IDS = 1 << 15  # each of which the kernel compares with all others
 _SQUARE_BLOCKS = 1056
+_NORM_BLOCKS = 264  # two on each of an H100's multiprocessors
+_SHARED_BYTES = 48 << 10  # that a block gets without asking
 _NO_TARGET = np.iinfo(np.int32).max  # of an id that is out of range: whatever is looked up with it is nan
 
 try:
@@ -75,12 +81,13 @@ def _launch(name: str, dtype: Any, blocks: int | tuple[int, ...], args: tuple[An
     """Launch a kernel of gpu.cu on the current stream.
 
     Args:
-        how: `threads` of a block, 256 by default; `width` of a row; `vectors`: whether 16 bytes are read at a time.
+        how: `threads` of a block, 256 by default, and `shared_bytes` that it gets; `width` of a row; `vectors`: whether
+            16 bytes are read at a time.
     """
     threads = how.get("threads", _THREADS)
     kernel = _kernel(name, dtype.name, how.get("width"), how.get("vectors", True), cp.cuda.Device().id)
     grid = blocks if isinstance(blocks, tuple) else (blocks,)
-    kernel(grid, threads if isinstance(threads, tuple) else (threads,), args)
+    kernel(grid, threads if isinstance(threads, tuple) else (threads,), args, shared_mem=how.get("shared_bytes", 0))
 
 
 def _ceil(n: int, m: int) -> int:
@@ -196,7 +203,7 @@ def _sum_parts(parts: Array, out: Array | None, add: bool) -> Array:
 
 
 def add(x: Any, y: Any) -> Array:
-    if getattr(x, "shape", None) != getattr(y, "shape", ()):
+    if getattr(x, "shape", None) != getattr(y, "shape", ()) or x.dtype != y.dtype:
         return x + y
     return _elementwise("add", x, y)
 
@@ -229,13 +236,24 @@ def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
 
 def gelu(x: Array, exact: bool) -> tuple[Array, Array]:
     x = _plain(x)
-    y, d = cp.empty_like(x), cp.empty_like(x)
+    y = cp.empty_like(x)
     if x.size:
-        vectors = _vectors(x, y, d)
-        items = x.size // 8 + x.size % 8 if vectors else x.size
-        args = (x, y, d, np.bool_(exact), x.size)
-        _launch("gelu", x.dtype, _ceil(items, _THREADS), args, vectors=vectors)
-    return y, d
+        _launch("gelu", x.dtype, _blocks(x.size, x, y), (x, y, np.bool_(exact), x.size), vectors=_vectors(x, y))
+    return y, x
+
+
+def gelu_dx(g: Array, kept: Array, exact: bool) -> Array:
+    g = _plain(g)
+    dx = cp.empty_like(g)
+    if g.size:
+        args = (g, kept, dx, np.bool_(exact), g.size)
+        _launch("gelu_dx", g.dtype, _blocks(g.size, g, kept, dx), args, vectors=_vectors(g, kept, dx))
+    return dx
+
+
+def _blocks(n: int, *arrays: Array) -> int:
+    """Return how many blocks an elementwise kernel needs for n numbers."""
+    return _ceil(n // 8 + n % 8 if _vectors(*arrays) else n, _THREADS)
 
 
 # Rows.
@@ -261,6 +279,26 @@ def layer_norm_dx(g: Array, x: Array, mean: Array, inverse: Array, gain: Array) 
     args = (g, x, mean, inverse, gain, dx, rows)
     _launch("layer_norm_dx", x.dtype, _ceil(rows, 8), args, width=n, vectors=_row_vectors(n, g, x, gain))
     return dx
+
+
+def layer_norm_back(
+    g: Array, x: Array, mean: Array, inverse: Array, gain: Array
+) -> tuple[Array, Array | None, Array | None]:
+    rows, n = x.shape
+    shared_bytes = _THREADS // 32 * n * 4
+    if not x.size or shared_bytes > _SHARED_BYTES:
+        return layer_norm_dx(g, x, mean, inverse, gain), None, None
+    g, x, gain = _plain(g), _plain(x), _plain(gain)
+    dx, blocks = cp.empty_like(x), min(_NORM_BLOCKS, _ceil(rows, 8))
+    parts = cp.empty((2, blocks, n), np.float32)
+    args = (g, x, mean, inverse, gain, dx, parts[0], parts[1], rows)
+    vectors = _row_vectors(n, g, x, dx)
+    _launch("layer_norm_back", x.dtype, blocks, args, width=n, vectors=vectors, shared_bytes=shared_bytes)
+    return dx, parts[0], parts[1]
+
+
+def sum_parts(parts: Array, out: Array, add: bool) -> None:
+    _sum_parts(parts, out, add)
 
 
 def checked_ids(what: str, ids: Array, num_rows: int) -> Array:
@@ -325,7 +363,9 @@ def cross_entropy(logits: Array, targets: Array, smoothing: float, weight: float
 def cross_entropy_dlogits(dlogits: Array, g: Array, dtype: Any) -> Array:
     if dlogits.size:
         base = dlogits if dlogits.base is None else dlogits.base  # with what fills up its rows
-        _launch_elementwise("scale_by", dtype, (base, g.astype(np.float32, copy=False)), (), base.size)
+        blocks = min(_SQUARE_BLOCKS, _ceil(base.size, 8 * _THREADS))
+        args = (base, g.astype(np.float32, copy=False), base.size)
+        _launch("scale_by", dtype, blocks, args, vectors=_vectors(base))
     return dlogits
 
 
@@ -378,6 +418,49 @@ def _adamw(
     runs = np.int32(len(starts))
     args = (w, g, m, v, target, scalars, starts, kinds, runs, np.float32(beta1), np.float32(beta2), w.size)
     _launch("adamw", dtype, _ceil(_ceil(w.size, 4), _THREADS), args, vectors=vectors)
+
+
+class AdamWStep:
+    """Whole steps of AdamW: the norm of all gradients, and one launch for each flat. See `reference.adamw_step`.
+
+    What changes from step to step lies on the device, so that a captured step can be replayed with other numbers.
+    """
+
+    def __init__(self, betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> None:
+        self._betas = betas
+        self._constants = (*map(np.float32, (*betas, eps, weight_decay)),)
+        self._max_norm = max_norm
+        self._scalars = cp.zeros(7, np.float32)  # `Scalars` in gpu.cu
+        self._runs: dict[Any, tuple[Array, Array]] = {}
+
+    def advance(self, lr: float, step: int) -> None:
+        """Tell the device the learning rate of the next step, and how many there were before."""
+        self._scalars[:2].set(np.array([lr, step], np.float32), stream=cp.cuda.get_current_stream())
+
+    def apply(
+        self, parts: Sequence[tuple[Array, Array, Array, Array, Array | None, tuple[tuple[int, int], ...]]]
+    ) -> None:
+        """Clip, and update every part."""
+        grads = [g for _, g, *_ in parts if g.size] if self._max_norm is not None else []
+        squares = cp.concatenate([square_parts(g) for g in grads]) if grads else cp.zeros(1, np.float64)
+        limit = np.float32(np.inf if self._max_norm is None else self._max_norm)
+        args = (squares, squares.size, self._scalars, *self._constants, limit)
+        _launch("prepare", self._scalars.dtype, 1, args)
+        for w, g, m, v, copy, kinds in parts:
+            if kinds not in self._runs:
+                lengths, codes = zip(*kinds, strict=True)
+                starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+                self._runs[kinds] = cp.asarray(starts), cp.asarray(codes, np.uint8)
+            if w.size:
+                _adamw(w, g, m, v, copy, self._scalars, *self._runs[kinds], *self._betas)
+
+    def norm(self) -> float:
+        """Return the norm of all gradients before clipping, as of the last step; asks the device."""
+        return float(self._scalars[6])
+
+
+def adamw_step(betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> AdamWStep:
+    return AdamWStep(betas, eps, weight_decay, max_norm)
 
 
 def is_fast(dtype: np.dtype[Any]) -> bool:

@@ -17,6 +17,7 @@ from minigrad.backend import Array, is_half, scatter_add_rows, widened, xp_of
 
 __all__ = [
     "adamw",
+    "adamw_step",
     "add",
     "attention_dscores",
     "attention_weights",
@@ -28,7 +29,9 @@ __all__ = [
     "embedding",
     "embedding_dtable",
     "gelu",
+    "gelu_dx",
     "layer_norm",
+    "layer_norm_back",
     "layer_norm_dgain",
     "layer_norm_dx",
     "leaky_relu",
@@ -52,6 +55,7 @@ __all__ = [
     "softmax_dx",
     "softplus",
     "square_sum",
+    "sum_parts",
 ]
 
 _SAFE_SCORE = 30.0  # exp(30) is 1e13: its sums, products and inverses stay far inside float32
@@ -99,7 +103,7 @@ def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> 
             return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
         return a @ b
     if not add and a.dtype == b.dtype == out.dtype and not half:
-        return xp_of(a).matmul(a, b, out)
+        return xp_of(a).matmul(a, b, out=out)
     return _put(widened(a) @ widened(b), out, add)
 
 
@@ -198,9 +202,17 @@ ERFC_DOUBLE = (0.4, 0.5, tuple(a * 2.0**i for i, a in enumerate((
 GELU_FLAT = 40.0  # from here on, on both sides, GELU is x or 0 and its derivative 1 or 0, in float64 too
 
 
+def gelu_dx(g: Array, kept: Array, exact: bool) -> Array:
+    """Return g times the derivative, from what `gelu` of the same table keeps for it."""
+    return g * kept
+
+
 @_half_in_float32
 def gelu(x: Array, exact: bool) -> tuple[Array, Array]:
-    """Return the GELU, y = x P(x), P the normal distribution function or its tanh form, and the derivative."""
+    """Return the GELU, y = x P(x), P the normal distribution function or its tanh form, and what `gelu_dx` needs.
+
+    Here that is the derivative. On a GPU, where memory is slow and arithmetic is not, it is x.
+    """
     xp = xp_of(x)
     y, d = xp.empty_like(x, order="C"), xp.empty_like(x, order="C")
     flat_x, flat_y, flat_d = xp.ravel(x), y.reshape(-1), d.reshape(-1)
@@ -357,6 +369,18 @@ def layer_norm_dx(g: Array, x: Array, mean: Array, inverse: Array, gain: Array) 
     t = widened(g) * gain
     t -= t @ _average(t)
     return _through_rms(t, (widened(x) - mean) * inverse, inverse).astype(x.dtype, copy=False)
+
+
+def layer_norm_back(
+    g: Array, x: Array, mean: Array, inverse: Array, gain: Array
+) -> tuple[Array, Array | None, Array | None]:
+    """Return dx, and where one pass gives them too parts of dgain and of dbias, for `sum_parts`; else None."""
+    return layer_norm_dx(g, x, mean, inverse, gain), None, None
+
+
+def sum_parts(parts: Array, out: Array, add: bool) -> None:
+    """Write the sum of the rows of `parts` into `out`, or add it."""
+    _put(parts.sum(axis=0), out, add)
 
 
 def layer_norm_dgain(g: Array, x: Array, mean: Array, inverse: Array) -> Array:
@@ -548,6 +572,16 @@ def adamw(
         own_w -= t
         if own_w.dtype != w.dtype:
             w[part] = own_w
+
+
+def adamw_step(betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> Any:
+    """Return what does a whole step, clipping included, without a question to the device; None: `adamw` by parts.
+
+    Of a GPU, an object with two methods: `advance(lr, step)` tells the device the numbers of the next step, and
+    `apply(parts)` updates (w, g, m, v, copy, kinds) each, where `kinds` lists (number of elements, kind) of the runs
+    of w, and kind 1 has weight decay, 0 none, 2 is frozen. `norm()` asks for the norm before clipping.
+    """
+    return None
 
 
 def square_sum(g: Array) -> float:

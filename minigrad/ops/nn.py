@@ -43,14 +43,23 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = 1e-5) -> tupl
     kernels, rows, shape = kernels_of(x, gain, bias), _rows(x), x.shape
     y, mean, inverse = kernels.layer_norm(rows, gain, bias, eps)
 
+    parts: list[Array | None] = [None, None]  # of dgain and dbias, if the pass that gives dx makes them
+
     def vjp_x(g: Array) -> Array:
-        return kernels.layer_norm_dx(_rows(g), rows, mean, inverse, gain).reshape(shape)
+        dx, *parts[:] = kernels.layer_norm_back(_rows(g), rows, mean, inverse, gain)
+        return dx.reshape(shape)
 
     def write_dgain(g: Array, out: Array, add: bool) -> None:
-        put(kernels.layer_norm_dgain(_rows(g), rows, mean, inverse), out, add)
+        if parts[0] is not None:
+            kernels.sum_parts(parts[0], out, add)
+        else:
+            put(kernels.layer_norm_dgain(_rows(g), rows, mean, inverse), out, add)
 
     def write_dbias(g: Array, out: Array, add: bool) -> None:
-        kernels.column_sum(_rows(g), out, add)
+        if parts[1] is not None:
+            kernels.sum_parts(parts[1], out, add)
+        else:
+            kernels.column_sum(_rows(g), out, add)
 
     return y.reshape(shape), (vjp_x, WeightVjp(gain, write_dgain), WeightVjp(bias, write_dbias))
 

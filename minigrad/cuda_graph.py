@@ -1,0 +1,166 @@
+"""A training step captured once for each shape of its inputs, and replayed: no Python between its kernels.
+
+    calls 1, 2    run as they are: kernels are compiled, plans are made, memory is taken
+    call 3        captured into a graph, which computes nothing, then replayed
+    from then on  inputs are copied to where the graph reads them, the optimizer tells its numbers, the graph runs
+
+What a graph replays is exactly what was launched while it was captured: a Python number is frozen, so everything that
+changes from step to step lies on the device. Whatever asks the device for an answer cannot be part of it, and is
+refused with its place in the code.
+
+Each shape has a graph and a pool of memory of its own, which live and die together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from minigrad.backend import Array, cuda_library, cupy, xp_of
+from minigrad.mode import current_hook
+from minigrad.optim import Optimizer
+from minigrad.tensor import Tensor
+
+NUM_WARMUP_CALLS = 2
+
+
+class CapturedStep:
+    """Calls a training step, through a CUDA graph from the third call with inputs of a shape on.
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = mg.cross_entropy(model(x), y)
+            mg.backward(loss)
+            optimizer.step()
+            return loss
+
+        captured = CapturedStep(step, optimizer)
+        for x, y in batches:
+            loss = captured(x, y)  # every call trains; reading the loss waits for the GPU
+
+    Args:
+        step: (*arrays) -> what it computes on the GPU: tensors, arrays, tuples of them, or None. It must do the same
+            each time, and neither move data between host and device nor ask the device anything.
+        optimizer: that `step` steps, once; an AdamW of float32 parameters. It clips with its own `max_norm`.
+    Raises:
+        ValueError: this optimizer asks the device in its step.
+    """
+
+    def __init__(self, step: Callable[..., Any], optimizer: Optimizer) -> None:
+        if not optimizer.asks_nothing:
+            raise ValueError(
+                "a step can be captured with an AdamW of float32 parameters on a GPU, got another optimizer"
+            )
+        self._cp = cupy()
+        self._step = step
+        self._optimizer = optimizer
+        self._stream = self._cp.cuda.Stream()  # waits for the default stream, and the default stream for it
+        self._shapes: dict[Any, _Shape] = {}
+
+    def __call__(self, *inputs: Array) -> Any:
+        """Train one step, and return what `step` returned for these inputs; it holds until the next call.
+
+        Args:
+            inputs: arrays of the host or of the GPU.
+        Raises:
+            RuntimeError: the step does something that cannot be captured: says what, and where.
+        """
+        key = tuple([(x.shape, x.dtype.str) for x in inputs])
+        shape = self._shapes.get(key)
+        with self._stream:
+            if shape is None:
+                shape = self._shapes[key] = _Shape(self._cp, inputs)
+            shape.feed(inputs)
+            if shape.num_calls < NUM_WARMUP_CALLS:
+                shape.num_calls += 1
+                with self._cp.cuda.using_allocator(shape.pool.malloc):
+                    return self._step(*shape.inputs)
+            if shape.graph is None:
+                self._capture(shape)
+            self._optimizer.advance()
+            shape.graph.launch(self._stream)
+            return shape.result
+
+    @property
+    def num_launches(self) -> int:
+        """How many kernels, copies and fills the newest graph launches; 0 before there is one."""
+        graphs = [shape.graph for shape in self._shapes.values() if shape.graph is not None]
+        return _num_nodes(graphs[-1]) if graphs else 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory that the graphs hold, beside parameters, gradients and the optimizer's state."""
+        return sum(shape.pool.total_bytes() for shape in self._shapes.values())
+
+    def clear(self) -> None:
+        """Drop all graphs, and give their memory back; results of earlier calls become invalid."""
+        self._stream.synchronize()
+        pools = [shape.pool for shape in self._shapes.values()]
+        self._shapes.clear()
+        for pool in pools:
+            pool.free_all_blocks()
+
+    def _capture(self, shape: _Shape) -> None:
+        """Record one step of this shape without running it."""
+        if current_hook() is not None:
+            raise RuntimeError("a step cannot be captured while profile() or detect_anomaly() looks at its ops")
+        self._optimizer.is_captured = True
+        try:
+            with self._cp.cuda.using_allocator(shape.pool.malloc):
+                self._stream.begin_capture()
+                try:
+                    shape.result = self._step(*shape.inputs)
+                except Exception as error:
+                    self._abandon()
+                    raise RuntimeError(
+                        f"this step cannot be captured in a CUDA graph: {_what_failed(error)}"
+                    ) from error
+                shape.graph = self._stream.end_capture()
+        finally:
+            self._optimizer.is_captured = False
+
+    def _abandon(self) -> None:
+        """End a capture that failed."""
+        try:
+            self._stream.end_capture()
+        except Exception:  # it says again that the capture failed
+            self._stream = self._cp.cuda.Stream()
+
+
+class _Shape:
+    """What belongs to inputs of one shape."""
+
+    def __init__(self, cp: Any, inputs: tuple[Array, ...]) -> None:
+        self.inputs = [cp.empty(x.shape, x.dtype) for x in inputs]
+        self.pool = cp.cuda.MemoryPool()
+        self.num_calls = 0
+        self.graph: Any = None
+        self.result: Any = None
+
+    def feed(self, inputs: tuple[Any, ...]) -> None:
+        """Copy inputs to where the graph reads them."""
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            if type(given) is Tensor:
+                raise TypeError("the inputs of a captured step are arrays, got a Tensor")
+            if xp_of(given) is xp_of(mine):
+                mine[...] = given
+            else:
+                mine.set(given, stream=cupy().cuda.get_current_stream())
+
+
+def _what_failed(error: BaseException) -> str:
+    """Return an error and the line of the innermost code that is not CuPy's, where the step asked for something."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "cupy/" not in f.filename]
+    place = frames[-1]
+    line = linecache.getline(place.filename, place.lineno or 0).strip()
+    return f"{place.filename}:{place.lineno}, in {place.name}: {line} ({type(error).__name__}: {error})"
+
+
+def _num_nodes(graph: Any) -> int:
+    """Return how many nodes a captured graph has."""
+    count = ctypes.c_size_t()
+    status = cuda_library("cudart").cudaGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(count))
+    return count.value if status == 0 else 0
