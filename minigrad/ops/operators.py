@@ -62,6 +62,11 @@ def _transpose(self: Tensor, *axes: Any) -> Tensor:
     return transpose(self, axes=_one_or_many(axes) if axes else None)
 
 
+def _along(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a method take its axis by position, as NumPy's do; in an op what stands there is an array."""
+    return lambda self, axis=None, **options: reduce(self, axis=axis, **options)
+
+
 def _refuse_numpy(self: Tensor, function: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Answer NumPy, which asks before its function looks at a tensor."""
     name = function.__name__
@@ -102,17 +107,20 @@ _BOUND: dict[str, Any] = {
     "__ge__": lambda self, other: self.data >= _plain(other),
     "__getitem__": lambda self, index: getitem(self, index=index),
     "__array_function__": _refuse_numpy,
-    "sum": sum,
-    "mean": mean,
-    "max": max,
-    "min": min,
-    "prod": prod,
-    "var": var,
-    "std": std,
-    "cumsum": cumsum,
-    "clip": clip,
+    "__bool__": lambda self: bool(self.data),  # NumPy's rule: of one element, else an error
+    "__float__": lambda self: float(self.item()),
+    "__iter__": lambda self: (self[i] for i in range(len(self))),
+    "sum": _along(sum),
+    "mean": _along(mean),
+    "max": _along(max),
+    "min": _along(min),
+    "prod": _along(prod),
+    "var": _along(var),
+    "std": _along(std),
+    "squeeze": _along(squeeze),
+    "cumsum": lambda self, axis: cumsum(self, axis=axis),
+    "clip": lambda self, low=None, high=None: clip(self, low=low, high=high),
     "split": split,
-    "squeeze": squeeze,
     "swapaxes": lambda self, axis1, axis2: swapaxes(self, axis1=axis1, axis2=axis2),
     "reshape": lambda self, *shape: reshape(self, shape=_one_or_many(shape)),
     "transpose": _transpose,

@@ -815,8 +815,8 @@ def test_buffers_start_as_those_of_rank_0_and_are_each_ranks_own_until_synced(ra
 class Running(Module):
     """A running mean that each forward assigns anew."""
 
-    def __init__(self, param: Any = None) -> None:
-        self.w = mg.Parameter(1.0, "w")
+    def __init__(self, name: str = "w") -> None:
+        self.w = mg.Parameter(1.0, name)
         self.mean = mg.nn.Buffer(np.zeros(()), "mean")
 
     def __call__(self, x: Any) -> mg.Tensor:
@@ -843,11 +843,10 @@ def test_buffers_of_stages_are_broadcast_and_synced_as_those_of_a_module_are(ran
     def program(comm):
         mesh = Mesh(comm, dp=2, pp=comm.size // 2)
         schedule = SCHEDULES["1f1b"]
-        layers = [(f"running{i}", Running) for i in range(mesh.pp.size)]
+        layers = [(f"running{i}", lambda param, name=f"w{i}": Running(name)) for i in range(mesh.pp.size)]
         stages = PipelineStage.of(layers, mesh.pp, schedule, dtype=np.float64)
         (stage,) = stages
         (running,) = stage.layers
-        running.w.name = f"w{mesh.pp.rank}"
         running.mean.data = float(comm.rank)
         ddp = DistributedDataParallel(stages, mesh.dp)
         assert running.mean.data == mesh.pp.rank  # that of the first replica
@@ -867,6 +866,7 @@ def test_buffers_that_differ_at_a_sync_are_an_error_on_all(ranks):
         model = Tabled(0.0)
         ddp = DistributedDataParallel(model, comm)
         if comm.rank == 1:
+            del model.table
             model.table = mg.nn.Buffer(np.zeros(3), "table")
         with pytest.raises(ValueError, match=r"buffer 0 is 'table' float64\[2\] on rank 0 and 'table' float64\[3\] on"):
             ddp.sync_buffers()

@@ -110,6 +110,38 @@ def test_a_transpose_that_means_one_thing_is_done() -> None:
         leaf(2, 3, 1).transpose(0, 1)
 
 
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "prod", "var", "std"])
+@pytest.mark.parametrize("axis", [0, -1, (0, 1), None])
+def test_a_method_takes_its_axis_by_position(name: str, axis: Any) -> None:
+    x = leaf(2, 3)
+    np.testing.assert_allclose(getattr(x, name)(axis).data, getattr(x.data, name)(axis))
+    np.testing.assert_array_equal(getattr(x, name)(axis).data, getattr(x, name)(axis=axis).data)
+    kept = getattr(x, name)(axis, keepdims=True)
+    np.testing.assert_allclose(kept.data, getattr(x.data, name)(axis, keepdims=True))
+
+
+def test_other_methods_take_arguments_by_position_too() -> None:
+    x = leaf(2, 1, 3)
+    np.testing.assert_array_equal(x.cumsum(0).data, x.data.cumsum(0))
+    np.testing.assert_array_equal(x.squeeze(1).data, x.data.squeeze(1))
+    np.testing.assert_array_equal(x.clip(2, 3).data, x.data.clip(2, 3))
+
+
+def test_truth_numbers_and_rows_are_those_of_the_array() -> None:
+    # A tensor of zeros was true, since it had a length, and a 0-d one was an empty sequence.
+    assert not mg.Tensor(0.0)
+    assert mg.Tensor([2.0])
+    assert float(mg.Tensor([[2.5]]) * 2) == 5
+    assert [row.data.tolist() for row in leaf(2, 2)] == [[1, 2], [3, 4]]
+    for wrong in (lambda: bool(mg.Tensor(np.zeros(2))), lambda: bool(mg.Tensor(np.zeros(0))), lambda: float(leaf(2))):
+        with pytest.raises(ValueError, match=r"truth value|size 1"):
+            wrong()
+    with pytest.raises(TypeError, match="unsized"):
+        list(mg.Tensor(1.0))
+    rows = list(leaf(2, 2))
+    assert rows[0].node is not None
+
+
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "+=": lambda x, y: x.__iadd__(y),
     "-=": lambda x, y: x.__isub__(y),

@@ -18,6 +18,7 @@ class Weights(Module):
         self.mean = Buffer(np.zeros(3), "mean")
         self.mask = Buffer(np.zeros(2, bool), f"mask {rank}")
         for name, value in extra.items():
+            vars(self).pop(name, None)  # assigning to a buffer would copy into it
             setattr(self, name, value)
 
     def everything(self, optimizer):
