@@ -44,13 +44,14 @@ def main() -> None:
         size=comm.size,
     )
 
-    for _ in run.steps(model, optimizer, batches):
+    for step in run.steps(model, optimizer, batches):
         x, y = batches.next()
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        backward_with_hooks(loss, ddp.hooks(num_samples=len(x)))
-        ddp.wait()
-        optimizer.step()
+        with run.recorded(ddp, step):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            backward_with_hooks(loss, ddp.hooks(num_samples=len(x)))
+            ddp.wait()
+            optimizer.step()
         run.log(ddp.mean(loss.item()))
     run.end()
 

@@ -24,7 +24,6 @@ from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
 from distributed import DistributedDataParallel, Mesh, clip_by_global_norm, local_rank, world
 from distributed.data.batches import TokenBatches, validation_batches
-from distributed.data_parallel.comm_hooks import allreduce
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
@@ -69,7 +68,8 @@ def main() -> None:
         stages,
         mesh.dp,
         bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
-        comm_hook=pipe.recorder.comm_hook(allreduce),
+        check_every=settings.check_every,
+        recorder=pipe.recorder,
     )
     if settings.precision != "float32":
         use_precision(stages.parameters(), settings.precision)

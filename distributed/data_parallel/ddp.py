@@ -12,6 +12,7 @@ from distributed.comm.communicator import Communicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
+from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
 
@@ -46,8 +47,11 @@ class DistributedDataParallel:
         comm: the ranks that hold replicas.
         bucket_bytes, comm_hook: see `GradientBucketManager`.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
+        recorder: of the pipeline that the model is in, so that one timeline has all of it.
 
     Attributes:
+        recorder: notes what runs when inside `with ddp.recorder:`, which goes around one step: forward, backward,
+            buckets on their way, waits, optimizer.
         first_sample: index of this rank's first sample in the batch of all ranks, as of the last `hooks`.
         share: of the samples that this rank has, likewise.
         is_awaited: other ranks count on a backward of this one, which took the hooks for it and has not called `wait`.
@@ -66,6 +70,7 @@ class DistributedDataParallel:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook = allreduce,
         check_every: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         if check_every < 0:
             raise ValueError(f"check_every must not be negative, got {check_every}")
@@ -73,9 +78,14 @@ class DistributedDataParallel:
         self.params = list(model.parameters())
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
         check_layout("parameter", self.params, self.comm)
-        tied = getattr(model, "tied", ())
+        self._is_whole_step = recorder is None  # or the pipeline says what is computed
+        self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
         self.buckets = GradientBucketManager(
-            self.params, self.comm, bucket_bytes=bucket_bytes, last=tied, comm_hook=comm_hook
+            self.params,
+            self.comm,
+            bucket_bytes=bucket_bytes,
+            last=getattr(model, "tied", ()),
+            comm_hook=self.recorder.comm_hook(comm_hook),
         )
         check_buckets(self.buckets, self.comm)
         self.buckets.move_gradients()
@@ -109,7 +119,8 @@ class DistributedDataParallel:
             RuntimeError: the last backward is not over.
         """
         self.buckets.check_idle()
-        with self.comm.waiting_for("the number of samples of each rank, in ddp.hooks"):
+        waiting = self.comm.waiting_for("the number of samples of each rank, in ddp.hooks")
+        with self.recorder.span("wait", "sample counts"), waiting:
             return self.comm.allgather(np.array([num_samples], np.int64)).wait()[:, 0].tolist()
 
     def hooks_for(self, counts: Sequence[int], *, mean_over: int | None = None) -> Hooks:
@@ -127,12 +138,14 @@ class DistributedDataParallel:
         self.share = own / sum(counts)
         weight = (own if mean_over is None else mean_over) / sum(counts)
         self.is_awaited = True
-        return Hooks(
-            on_start=lambda reached: self.buckets.start(reached, weight),
-            on_grad_ready=self.buckets.mark_ready,
-            between_ops=self.comm.progress,
-            on_error=self.buckets.fail,
-        )
+
+        def on_start(reached: Sequence[Parameter]) -> None:
+            if self._is_whole_step:
+                self.recorder.enter("compute", "backward")
+            self.buckets.start(reached, weight)
+
+        hooks = Hooks(on_start, self.buckets.mark_ready, self.comm.progress, on_error=self.buckets.fail)
+        return hooks + self.recorder.hooks() if self._is_whole_step else hooks
 
     def wait(self) -> None:
         """Block until all gradients are averaged over ranks; call it before clipping and stepping.
@@ -142,11 +155,15 @@ class DistributedDataParallel:
                 ranks have: see `cancel`.
         """
         began = self.buckets.under_way
+        self.recorder.enter("wait", "buckets")
         try:
             self.buckets.wait()
         finally:
+            self.recorder.leave()
             if began and not self.buckets.under_way:
                 self.is_awaited = False
+        if self._is_whole_step:
+            self.recorder.enter("compute", "optimizer")
 
     def cancel(self) -> None:
         """Give up the step that an exception has ended: its gradients are dropped, the next one starts clean.
@@ -200,7 +217,8 @@ class DistributedDataParallel:
         Collective: every rank calls it, in the same place of the step, also those that will not print the result.
         """
         total = np.array([value * self.share])
-        with self.comm.waiting_for("ddp.mean(...), which every rank has to call"):
+        waiting = self.comm.waiting_for("ddp.mean(...), which every rank has to call")
+        with self.recorder.span("wait", "mean"), waiting:
             return float(self.comm.allreduce(total).wait()[0])
 
 

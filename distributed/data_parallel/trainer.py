@@ -17,6 +17,7 @@ from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.data_parallel.replicas import broadcast_params
+from distributed.trace.recorder import Recorder
 from minigrad.backprop import backward_with_grad, reached_parameters
 from minigrad.hooks import Hooks
 from minigrad.nn import Module
@@ -144,6 +145,11 @@ class Trainer(ABC):
         return len(self._open.num_samples)
 
     @property
+    def recorder(self) -> Recorder:
+        """Notes what runs when inside `with trainer.recorder:`, over as many steps as wanted."""
+        return self.ddp.recorder
+
+    @property
     def communicator(self) -> Communicator:
         """The ranks that gradients are averaged over."""
         return self.ddp.comm
@@ -171,7 +177,8 @@ class Trainer(ABC):
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         with self._given_up_on_error():
             if self.num_accumulated + 1 < self.config.grad_accum_steps:
-                backward_with_grad(loss, self._add(loss, num_samples, num_tokens))
+                with self.recorder.span("compute", "backward"):
+                    backward_with_grad(loss, self._add(loss, num_samples, num_tokens))
                 return None
             weight = self._add(loss, num_samples, num_tokens)
             hooks = self.ddp.hooks(num_samples=sum(self._open.num_samples), mean_over=self._open.num_samples[0])
@@ -221,7 +228,8 @@ class Trainer(ABC):
         exposed = time.perf_counter() - before_wait
         own = self._open
         sums = np.array([own.loss_sum / sum(own.num_samples) * self.ddp.share, own.num_tokens])
-        loss, num_tokens = self.ddp.comm.allreduce(sums).wait().tolist()
+        with self.recorder.span("wait", "loss"):
+            loss, num_tokens = self.ddp.comm.allreduce(sums).wait().tolist()
         norm = clip_by_global_norm(self.ddp.params, self.config.max_grad_norm)
         learning_rate = self.optimizer.lr
         if self.guard.allows(norm, loss):  # the same numbers on every rank
@@ -233,6 +241,7 @@ class Trainer(ABC):
         self.global_step += 1
         self._open = _Accumulated()
         self._last_end = now
+        self.recorder.enter("compute", "forward")  # of the next step
         return metrics
 
     @contextmanager
@@ -264,6 +273,7 @@ class DistributedTrainer(Trainer):
 
     def _reduce(self, loss: Tensor, weight: float, hooks: Hooks) -> None:
         reached = reached_parameters(loss)
+        self.recorder.enter("compute", "backward")
         with hooks.told_of_errors():
             backward_with_grad(loss, weight)
             _mark_ready(reached, hooks)

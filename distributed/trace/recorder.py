@@ -1,21 +1,23 @@
 """What a rank did when, noted while it runs.
 
-    with pipe.recorder:
-        pipe.step(x, y)
-    events = pipe.recorder.gather(comm)         # collective: of all ranks, on one clock
+    with ddp.recorder:                          # or pipe.recorder, of a pipeline
+        ...                                     # one step
+    events = ddp.recorder.gather(comm)          # collective: of all ranks, on one clock
     Path("step.json").write_text(perfetto(events))
 
-`pipe.recorder.comm_hook(allreduce)`, given to DistributedDataParallel, notes the buckets too.
+Replicas of a pipeline share its recorder: `DistributedDataParallel(stages, mesh.dp, recorder=pipe.recorder)`.
 
-A rank is at any moment in one state: it computes an action, waits for a message, posts or sends one, opens or closes
-the step. Besides, messages and buckets are under way; one counts as complete when this rank first sees that it is,
-at the latest after the op that it was in. On a GPU the time of an action is that of launching its kernels.
+A rank is at any moment in one state: it computes (forward, backward, optimizer, or an action of a schedule), waits for
+others, posts or sends a message, opens or closes the step. Besides, messages and buckets are under way; one counts as
+complete when this rank first sees that it is, at the latest after the op that it was in. On a GPU the time of an action
+is that of launching its kernels.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +42,16 @@ class Note(NamedTuple):
 class Recorder:
     """Notes what this rank does inside a `with`; outside it costs a look at a flag.
 
+    Args:
+        first: category and name of what a rank does when a recording begins, where that is known.
+
     Attributes:
         notes: what was noted, in the order in which it ended. Each `with` begins with none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: tuple[str, str] | None = None) -> None:
         self.notes: list[Note] = []
+        self._first = first
         self._is_on = False
         self._state: tuple[str, str, float] | None = None  # name, category, since when
         self._under_way: list[_WatchedWork] = []
@@ -53,6 +59,8 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self.notes = []
         self._is_on = True
+        if self._first is not None:
+            self.enter(*self._first)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,6 +81,16 @@ class Recorder:
             name, category, start = self._state
             self.notes.append(Note(name, start, time.perf_counter(), category))
             self._state = None
+
+    @contextmanager
+    def span(self, category: str, *what: object) -> Iterator[None]:
+        """Note that this rank does something inside the `with`, and then goes on with what it did before."""
+        before = self._state
+        self.enter(category, *what)
+        yield
+        self.leave()
+        if before is not None:
+            self.enter(before[1], before[0])
 
     def watch(self, category: str, what: object, launch: Callable[[], Work]) -> Work:
         """Launch work, and note how long it is under way."""

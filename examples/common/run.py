@@ -21,9 +21,17 @@ from common.settings import RunSettings
 from distributed import Communicator, ReduceOp, describe, launched_by_mpi
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError, HasTensors
 from distributed.stop import StopRequest
+from distributed.trace.perfetto import Event
+from distributed.trace.recorder import Recorder
 from minigrad.json_files import as_kind
 from minigrad.optim import Optimizer
-from pipeline import Event, PipelineExecutor
+
+
+class HasRecorder(Protocol):
+    """A PipelineExecutor, a DistributedDataParallel."""
+
+    @property
+    def recorder(self) -> Recorder: ...
 
 
 class HasState(Protocol):
@@ -155,14 +163,18 @@ class Run:
         self._line |= {name: float(value) for name, value in {"loss": loss, **more}.items()}
 
     @contextmanager
-    def recorded(self, pipe: PipelineExecutor, step: int) -> Iterator[None]:
-        """Note when each action of the last step runs; `end` draws it beside when it should have, as `timeline.*`."""
+    def recorded(self, whose: HasRecorder, step: int) -> Iterator[None]:
+        """Note what runs when in the last step; `end` draws it as `timeline.*`, a pipeline beside what it should do.
+
+        Args:
+            whose: the pipeline, or the DistributedDataParallel of a model that is in none.
+        """
         if step < self.settings.steps - 1:
             yield
             return
-        with pipe.recorder:
+        with whose.recorder:
             yield
-        self._events = pipe.recorder.gather(self._comm)
+        self._events = whose.recorder.gather(self._comm)
 
     def end(self, **figures: float) -> None:
         """Sum the run up on the screen and in `summary.json`, with `figures` of your own, unless it was stopped."""

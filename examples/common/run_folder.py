@@ -28,7 +28,8 @@ from distributed.checkpoint.files import complete
 from minigrad.files import atomic_write
 from minigrad.json_files import to_json
 from pipeline import Event, perfetto, picture, svg
-from pipeline.schedules.measured import predict, timeline
+from pipeline.schedules.drawing.trace import trace_picture
+from pipeline.schedules.measured import is_of_schedule, predict, timeline
 
 PID = "pid"
 TIMELINE_WIDTH = 900.0  # points
@@ -123,7 +124,7 @@ class RunFolder:
             path.write_text(to_json(summary, indent=2) + "\n")
 
     def draw(self, events: Sequence[Event] | None, step: int, *, loss_unit: str) -> list[str]:
-        """Draw the metrics, and when each action of a recorded step ran, beside when it should have.
+        """Draw the metrics, and what ran when in a recorded step; of a pipeline also when it should have.
 
         A picture is never worth a run: what goes wrong with one, whatever it is, comes back as a line.
         """
@@ -142,6 +143,9 @@ class RunFolder:
         if not events:
             return
         (self.path / "timeline.json").write_text(perfetto(events))
+        (self.path / "timeline.svg").write_text(svg(trace_picture(events, f"step {step}", width=TIMELINE_WIDTH)))
+        if not is_of_schedule(events):
+            return
         measured = timeline(events)
         shown = {"measured": measured, "predicted": predict(measured)}
         scale = TIMELINE_WIDTH / max(one.makespan for one in shown.values())

@@ -45,6 +45,14 @@ def timeline(events: Sequence[Row]) -> Timeline:
     return Timeline(rows)
 
 
+def is_of_schedule(events: Sequence[Row]) -> bool:
+    """Return whether what the ranks computed are actions of a schedule, and no plain forward and backward."""
+    try:
+        return bool([Action.parse(name) for event in events if event[-1] == "compute" for name in event[1].split()])
+    except ValueError:
+        return False
+
+
 def events(timeline: Timeline, *, seconds: float = 1e-3) -> list[Row]:
     """List what a timeline shows, for `distributed.trace.perfetto`.
 

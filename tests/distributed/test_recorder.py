@@ -8,10 +8,13 @@ import pytest
 from recording import Log, RecordingCommunicator
 from toy_pipeline import X, Y, connect, four_layers
 
-from distributed import LocalWorld, Mesh, SoloCommunicator, Work
+import minigrad as mg
+from distributed import BucketedTrainer, LocalWorld, Mesh, SoloCommunicator, TrainingConfig, Work
 from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.trace.recorder import Recorder, clock_offset
+from minigrad.models import MLP
+from minigrad.optim import SGD, Optimizer
 from pipeline import Event
 from pipeline.schedules.measured import timeline
 
@@ -210,3 +213,109 @@ def test_buckets_are_recorded_from_launch_to_end(ranks):
     assert all(isinstance(event, Event) and event.end >= event.start for event in buckets)
     compute_end = max(event.end for event in events if event.category == "compute")
     assert sum(event.start < compute_end for event in buckets) > num_buckets
+
+
+def test_a_span_gives_back_what_was_done_before():
+    recorder = Recorder(first=("compute", "forward"))
+    with recorder:
+        with recorder.span("wait", "counts"):
+            pass
+        recorder.enter("compute", "backward")
+    assert [(note.category, note.name) for note in recorder.notes] == [
+        ("compute", "forward"),
+        ("wait", "counts"),
+        ("compute", "forward"),
+        ("compute", "backward"),
+    ]
+    with recorder.span("wait", "nothing is noted outside"):
+        pass
+    assert len(recorder.notes) == 4
+
+
+FORWARD, BACKWARD, OPTIMIZER = (("compute", name) for name in ("forward", "backward", "optimizer"))
+
+
+def states_by_rank(events, size):
+    """Return what each rank did, without what was under way; states may not overlap."""
+    result = []
+    for rank in range(size):
+        mine = [event for event in events if event.rank == rank and event.category in ("compute", "wait")]
+        assert all(a.end <= b.start for a, b in pairwise(mine))
+        result.append([(event.category, event.name) for event in mine])
+    return result
+
+
+def test_replicas_have_a_timeline_without_a_pipeline(ranks):
+    def program(comm):
+        model = MLP([3, 8, 2], dtype=np.float64)
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1)
+        optimizer = Optimizer(model.parameters(), SGD(0.1))
+
+        def step():
+            optimizer.zero_grad()
+            loss = model(np.ones((2, 3))).mean()
+            mg.backward_with_hooks(loss, ddp.hooks(num_samples=2))
+            ddp.wait()
+            optimizer.step()
+            return ddp.mean(loss.item())
+
+        step()
+        with ddp.recorder:
+            step()
+        return ddp.recorder.gather(comm), ddp.buckets.num_buckets
+
+    events, num_buckets = ranks.run(program)[0]
+    counts, buckets, mean = (("wait", name) for name in ("sample counts", "buckets", "mean"))
+    expected = [FORWARD, counts, FORWARD, BACKWARD, buckets, OPTIMIZER, mean, OPTIMIZER]
+    assert states_by_rank(events, ranks.size) == [expected] * ranks.size
+    under_way = [event for event in events if event.category.split()[0] == "bucket"]
+    assert len(under_way) == ranks.size * num_buckets
+
+
+def test_a_trainer_says_what_each_of_its_steps_did(ranks):
+    def program(comm):
+        model = MLP([3, 8, 2], dtype=np.float64)
+        trainer = BucketedTrainer(model, comm, TrainingConfig(grad_accum_steps=2))
+        with trainer.recorder:
+            for _ in range(4):
+                trainer.backward_and_step(model(np.ones((2, 3))).mean(), num_samples=2)
+        return trainer.recorder.gather(comm)
+
+    events = ranks.run(program)[0]
+    counts, buckets, loss = (("wait", name) for name in ("sample counts", "buckets", "loss"))
+    step = [FORWARD, BACKWARD, FORWARD, counts, FORWARD, BACKWARD, buckets, OPTIMIZER, loss, OPTIMIZER]
+    assert states_by_rank(events, ranks.size) == [[*step, *step, FORWARD]] * ranks.size
+
+
+class Line:
+    """Rank 0's end of a line to rank 1, whose clock runs `ahead`, in a world where only messages take time.
+
+    Attributes:
+        trips: how long a question and its answer take, for each exchange.
+        told: what rank 1 is told in the end.
+    """
+
+    rank, size = 0, 2
+
+    def __init__(self, ahead, trips):
+        self.now, self.ahead, self.trips, self.told = 1000.0, ahead, list(trips), None
+
+    def duplicate(self):
+        return self
+
+    def send(self, array, *, dest, tag):
+        if not self.trips:
+            self.told = float(array[0])
+            return
+        self.now += self.trips[0][0]
+
+    def recv(self, array, *, source, tag):
+        array[0] = self.now + self.ahead
+        self.now += self.trips.pop(0)[1]
+
+
+def test_an_offset_counts_half_the_round_trip_of_the_quickest_answer():
+    trips = [(1.0, 9.0)] * 7 + [(2.0, 2.0)] + [(9.0, 1.0)] * 8
+    line = Line(ahead=50.0, trips=trips)
+    clock_offset(line, lambda: line.now)
+    assert line.told == -50.0  # without the half it would be -52, with another exchange's answer -46 or -54

@@ -95,6 +95,20 @@ def test_gpts_learn_the_same_in_every_layout(name: str, text_runs: dict[str, tup
 
 
 @needs_mpirun
+def test_replicas_without_a_pipeline_have_a_timeline(text_runs: dict[str, tuple[Path, str]]) -> None:
+    folder, _ = text_runs["gpt_ddp"]
+    page = (folder / "timeline.svg").read_text()
+    assert all(f">{words}</text>" in page for words in ("step 5", "rank 0", "rank 1", "backward", "bucket under way"))
+    events = [
+        event for event in json.loads((folder / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"
+    ]
+    for rank in range(2):
+        mine = {event["name"] for event in events if event["pid"] == rank}
+        assert mine >= {"forward", "backward", "buckets", "optimizer"}
+    assert not (folder / "timeline_measured.svg").exists()
+
+
+@needs_mpirun
 @pytest.mark.parametrize("name", ["schedule_from_csv", "custom_schedule"])
 def test_schedules_of_ones_own_are_drawn_before_the_run_and_timed_in_it(
     name: str, text_runs: dict[str, tuple[Path, str]]

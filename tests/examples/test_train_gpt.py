@@ -63,6 +63,8 @@ def test_the_timeline_shows_the_last_step_on_every_rank(tmp_path: Path) -> None:
         }
         assert any(category.startswith("bucket") for category in mine.values())
     pages = {name: (tmp_path / "here" / f"timeline_{name}.svg").read_text() for name in ("measured", "predicted")}
+    all_of_it = (tmp_path / "here" / "timeline.svg").read_text()
+    assert all(f">{words}</text>" in all_of_it for words in ("compute", "wait", "bucket under way"))
     boxes = {name: re.findall(r'<rect x="(.*?)"', page) for name, page in pages.items()}
     assert all(f"step 1, {name}: " in page for name, page in pages.items())
     assert len(boxes["measured"]) == len(boxes["predicted"])
@@ -103,7 +105,20 @@ def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
 def test_the_numbers_are_what_they_were(tmp_path: Path) -> None:
     """Every layout could leave out the same thing: clipping, a fresh dropout mask each step, a window's weight."""
     (tmp_path / "squares.txt").write_text(" ".join(str(i * i) for i in range(900)))
-    flags = ["--dp", "2", "--lr", "0.03", "--text", "squares.txt", "--run", "here", "--bucket-mb", "0.01"]
+    flags = [
+        "--dp",
+        "2",
+        "--lr",
+        "0.03",
+        "--text",
+        "squares.txt",
+        "--run",
+        "here",
+        "--bucket-mb",
+        "0.01",
+        "--check-every",
+        "2",
+    ]
     result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *flags], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]

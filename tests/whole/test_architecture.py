@@ -56,7 +56,8 @@ RULES = {
         "distributed.stop -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel": Rule(
-        RANKS | TENSORS | {"minigrad.nn"}, "distributed.data_parallel.ddp -> minigrad.ops.linalg"
+        RANKS | TENSORS | {"minigrad.nn", "distributed.trace"},
+        "distributed.data_parallel.ddp -> minigrad.ops.linalg",
     ),
     "distributed.checkpoint": Rule(
         RANKS | TENSORS | {"minigrad.nn", "safetensors", "msgspec"},
