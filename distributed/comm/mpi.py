@@ -8,13 +8,11 @@ overlap computation.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -23,13 +21,16 @@ from mpi4py import MPI
 
 from distributed.comm.abort import JobEnd
 from distributed.comm.calls import Call, CallCheck, call_site
-from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, Communicator
+from distributed.comm.communicator import Communicator
 from distributed.comm.failure import Heal, RankFailure
 from distributed.comm.mpi_family import MPIFamily, check_ulfm, join
+from distributed.comm.mpi_memory import allocate_shared, is_cuda_aware
+from distributed.comm.mpi_reduction import MPIReduction
 from distributed.comm.progress import Engine, Operation, Steps, until_done
 from distributed.comm.rank_order import RankOrderReduction
-from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
+from distributed.comm.reduction import ReduceOp
 from distributed.comm.roll_call import RollCall
+from distributed.comm.settings import Settings
 from distributed.comm.shared_memory import (
     HEADER_BYTES,
     SharedBuffer,
@@ -41,35 +42,8 @@ from distributed.comm.shared_memory import (
 from distributed.comm.topology import short_name
 from distributed.comm.transfer import as_bytes, describe_array, message_size_error
 from distributed.comm.work import Array, Work
-from minigrad.backend import synchronize, widened, xp_of
 
-_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
 _GPU_CALLS = ("broadcast", "allreduce", "isend", "irecv")  # those that work in place, with nothing of ours in between
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the communicators of a world behave; the same on every rank.
-
-    Attributes:
-        synchronous_sends: a send completes only once its receive is posted (Issend): shows who relies on buffering.
-        deterministic: reductions sum in rank order, whatever MPI does. Few ranks on several hosts do so in any case.
-        timeout_seconds: the longest single wait.
-        progress_thread: a thread moves unfinished operations, so that nobody has to call progress().
-        check_collectives: ranks compare each collective before it starts.
-        survive: the death of a rank raises RankFailure on the others, and ends the job no more.
-        max_message_elements: what is longer goes in several messages.
-        hosts: the host of each world rank; found out by default. Lets one host pass for several in a test.
-    """
-
-    synchronous_sends: bool = False
-    deterministic: bool = False
-    timeout_seconds: float = 600.0
-    progress_thread: bool = False
-    check_collectives: bool = False
-    survive: bool = False
-    max_message_elements: int = MAX_MESSAGE_ELEMENTS
-    hosts: Sequence[str] | None = None
 
 
 def mpi_world(settings: Settings) -> MPICommunicator:
@@ -154,8 +128,10 @@ class MPICommunicator(Communicator):
         self._comm = duplicate()
         # Below 4 ranks Open MPI's Iallreduce reduces to one rank and broadcasts: twice the bytes of an exchange.
         far_apart = settings.hosts is not None and len({settings.hosts[rank] for rank in self._members}) > 1
-        in_rank_order = settings.deterministic or (far_apart and self.size < 4)
-        self._in_rank_order = RankOrderReduction(duplicate(), duplicate()) if in_rank_order else None
+        self._in_rank_order = settings.deterministic or (far_apart and self.size < 4)
+        self._reduction: RankOrderReduction | MPIReduction = (
+            RankOrderReduction(duplicate(), duplicate()) if self._in_rank_order else MPIReduction(MPI, self._comm)
+        )
         self._max_tag = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
         self._label = "" if self.size == world.Get_size() else f" among ranks {self._members}"
         self._check: CallCheck | None = None
@@ -227,62 +203,12 @@ class MPICommunicator(Communicator):
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
         shared = next((buffer for buffer in self._shared if buffer.holds(array)), None)
-        if shared is not None:
-            steps = shared.allreduce(array, op)
-        elif self._in_rank_order is not None:
-            steps = self._in_rank_order.allreduce(array, op)
-        else:
-            steps = self._allreduce_by_mpi(array, op)
+        steps = self._reduction.allreduce(array, op) if shared is None else shared.allreduce(array, op)
         return self._collective(Call("allreduce", array, f" by {op.name}"), steps)
 
-    def _allreduce_by_mpi(self, array: Array, op: ReduceOp) -> Steps:
-        def reduce(values: Array, how: MPI.Op) -> tuple[MPI.Request, Array]:
-            return self._comm.Iallreduce(MPI.IN_PLACE, values, how), values
-
-        return (yield from self._reduce_by_mpi(array, array, op, reduce))
-
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        if self._in_rank_order is not None:
-            steps = self._in_rank_order.reduce_own_slice(flat, op)
-        else:
-            steps = self._reduce_scatter_by_mpi(flat, op)
+        steps = self._reduction.reduce_own_slice(flat, op)
         return self._collective(Call("reduce_scatter", flat, f" by {op.name}"), steps)
-
-    def _reduce_scatter_by_mpi(self, flat: Array, op: ReduceOp) -> Steps:
-        n = flat.size // self.size
-        own = flat[self.rank * n : (self.rank + 1) * n]
-
-        def reduce(values: Array, how: MPI.Op) -> tuple[MPI.Request, Array]:
-            reduced = np.empty(n, values.dtype)  # MPI forbids that the slice itself, part of the input, is the output
-            return self._comm.Ireduce_scatter_block(values, reduced, how), reduced
-
-        return (yield from self._reduce_by_mpi(flat, own, op, reduce))
-
-    def _reduce_by_mpi(
-        self,
-        array: Array,
-        out: Array,
-        op: ReduceOp,
-        reduce: Callable[[Array, MPI.Op], tuple[MPI.Request, Array]],
-    ) -> Steps:
-        """Let MPI combine the values of all ranks, and write the result of `op` into `out`.
-
-        Args:
-            reduce: launches it; returns the request and where its result will be.
-        """
-        values = widened(array)
-        found = None
-        if is_comparison(op) and values.dtype.kind == "f":
-            # Whether a comparison sees nan, each MPI decides for itself. It wins here, as in np.maximum.
-            found = reduce(xp_of(values).isnan(values.reshape(-1)), MPI.LOR)
-        if values is not array or found is not None:
-            synchronize(values)
-        request, total = reduce(values, _OPS[op])
-        yield from until_done(request, total, values)
-        if found is not None:
-            yield from until_done(*found)
-            total.reshape(-1)[found[1]] = np.nan
-        return divide_mean(total, out, op, self.size)
 
     def _allgather(self, array: Array) -> Work:
         return self._collective(Call("allgather", array), _allgather(self._comm, array))
@@ -367,19 +293,10 @@ class MPICommunicator(Communicator):
         """
         if self._family is not None:
             return self._shared_file(num_bytes)
-        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})  # each rank's part begins a page, near its own core
-        try:
-            window = MPI.Win.Allocate_shared(num_bytes, 1, info, comm=cast(MPI.Intracomm, self._comm))
-        except MPI.Exception as error:
-            return None, error.Get_error_string()
-        finally:
-            info.Free()
-        window.Lock_all(MPI.MODE_NOCHECK)  # the epoch in which Sync is allowed
-        parts = [np.asarray(window.Shared_query(rank)[0], np.uint8) for rank in range(self.size)]
-        parts[self.rank][:] = 0
-        window.Sync()
-        self.barrier()
-        return SharedWindow(self.rank, parts, window.Sync), None
+        window, failure = allocate_shared(MPI, self._comm, num_bytes)
+        if window is not None:
+            self.barrier()
+        return window, failure
 
     def _shared_file(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
         """Do what `shared_window` does without MPI, whose windows are not made for deaths. Collective."""
@@ -391,7 +308,7 @@ class MPICommunicator(Communicator):
         return window, None
 
     def _reads_gpu_memory(self, call: str) -> bool:
-        return call in _GPU_CALLS and self._in_rank_order is None and is_cuda_aware()
+        return call in _GPU_CALLS and not self._in_rank_order and is_cuda_aware()
 
     # What starts an operation.
 
@@ -449,15 +366,3 @@ def _receive(request: MPI.Request, array: Array, source: int, tag: int) -> Steps
 
 def _spec(array: Array) -> str:
     return f"{describe_array(array)}, {array.nbytes} bytes"
-
-
-@cache
-def is_cuda_aware() -> bool:
-    """Return whether this MPI reads and writes GPU memory, as it says itself: MPIX_Query_cuda_support."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    for path in {line.split()[-1] for line in lines if "/libmpi" in line}:
-        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
-        if query is not None:
-            return bool(query())
-    return False

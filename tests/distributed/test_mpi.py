@@ -21,7 +21,8 @@ def make(comm, **settings):
     """Make a communicator of the same ranks with settings of its own."""
     from mpi4py import MPI
 
-    from distributed.comm.mpi import MPICommunicator, Settings
+    from distributed.comm.mpi import MPICommunicator
+    from distributed.comm.settings import Settings
 
     return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
 
@@ -208,7 +209,7 @@ def test_world_hands_on_its_settings(ranks):
     def program(comm):
         ordered = world(deterministic=True)
         assert reductions(ordered, np.float32) == LocalWorld(comm.size).run(reductions, np.float32)[comm.rank]
-        assert ordered._in_rank_order is not None  # two ranks have one order only
+        assert ordered._in_rank_order  # two ranks have one order only
         synchronous = world(synchronous_sends=True)
         if comm.rank == 0:
             send = synchronous.isend(np.ones(1), dest=1, tag=0)
@@ -307,7 +308,7 @@ def test_the_library_is_one_short_line(ranks, monkeypatch):
 @under_mpirun
 @pytest.mark.parametrize(("library", "answer"), [({"MPIX_Query_cuda_support": lambda: 1}, True), ({}, False)])
 def test_gpu_support_is_what_the_library_says(ranks, monkeypatch, library, answer):
-    import distributed.comm.mpi as mpi
+    import distributed.comm.mpi_memory as mpi
 
     monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
     mpi.is_cuda_aware.cache_clear()

@@ -116,7 +116,8 @@ def test_an_array_is_told_from_one_elsewhere():
 def make(**settings):
     from mpi4py import MPI
 
-    from distributed.comm.mpi import MPICommunicator, Settings
+    from distributed.comm.mpi import MPICommunicator
+    from distributed.comm.settings import Settings
 
     return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
 
