@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from distributed.trace.perfetto import perfetto
 from pipeline.cli import flags
+from pipeline.cli import search as search_command
 from pipeline.cli import verify as verify_command
 from pipeline.schedules.action import Action
 from pipeline.schedules.csv_file import dump
@@ -259,6 +260,11 @@ COMMANDS = {
         "train a model in this layout and in one process, and name the first difference",
         verify_command.add_arguments,
         verify_command.run,
+    ),
+    "search": Command(
+        "find the shortest order for given times, links and memory, and how short it could be",
+        search_command.add_arguments,
+        search_command.run,
     ),
     "dump": Command("print a schedule as a .csv file, to edit and run", add_schedule, run_dump),
 }

@@ -47,6 +47,27 @@ latency = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf
 rate = _numbers("a number above 0, or inf", lambda value: value > 0)
 sizes = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, commas=True)
 
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def memories(text: str) -> Numbers:
+    """Read amounts of memory, as 8, 8GiB or 100MiB,200MiB."""
+
+    def one(part: str) -> float:
+        number, unit = next(((part.removesuffix(u), size) for u, size in UNITS.items() if part.endswith(u)), (part, 1))
+        return float(number) * unit
+
+    try:
+        values = [one(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(0 <= value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at least 0, with or without one of {', '.join(UNITS)}, or several with commas, "
+            f"got {text!r}"
+        )
+    return values if len(values) > 1 else values[0]
+
 
 def check_length(flag: str, value: Numbers, count: int, of_what: str) -> None:
     """Check that a flag has one number, or one for each of what a schedule has.

@@ -102,23 +102,26 @@ class Timeline:
                 peaks[stage] = max(peaks.get(stage, 0), peak)
         return [peaks[stage] for stage in sorted(peaks)]
 
-    def peak_memory(self, activations: float, deferred: float) -> list[float]:
+    def peak_memory(self, activations: Time, deferred: Time) -> list[float]:
         """Return the most that each rank holds at a time.
 
         Args:
-            activations: what one micro-batch keeps on one stage from F to B.
+            activations: what one micro-batch keeps on one stage from F to B; one number for all, or one a stage.
             deferred: what it keeps from B to W; a full backward keeps nothing.
         """
         return [_peak(row, activations, deferred) for row in self.rows]
 
 
-def _peak(row: Sequence[Timed], activations: float = 1, deferred: float = 0) -> float:
-    change = {Kind.F: activations, Kind.B: deferred - activations, Kind.W: -deferred}
+def _peak(row: Sequence[Timed], activations: Time = 1, deferred: Time = 0) -> float:
+    def change(part: Action) -> float:
+        kept, later = (x[part.stage] if isinstance(x, Sequence) else x for x in (activations, deferred))
+        return {Kind.F: kept, Kind.B: later - kept, Kind.W: -later}[part.kind]
+
     parts_of = [action.parts for action, _, _ in row]
     with_backward = {(part.stage, part.microbatch) for parts in parts_of for part in parts if part.kind is Kind.B}
     held = peak = 0.0
     for parts in parts_of:
-        held += sum(change[part.kind] for part in parts if (part.stage, part.microbatch) in with_backward)
+        held += sum(change(part) for part in parts if (part.stage, part.microbatch) in with_backward)
         peak = max(peak, held)
     return peak
 

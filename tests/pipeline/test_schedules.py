@@ -26,6 +26,7 @@ from pipeline import (
 )
 from pipeline.schedules.orders import interleaved_1f1b_order, looped_bfs_order
 from pipeline.schedules.schedule import v_shape
+from pipeline.schedules.v_orders import dualpipev, v_half, v_min
 
 TIMES = [(1, 1, 1), (1.5, 1.25, 0.75), (2, 2, 1), (3, 2.5, 2), (1, 1.2, 0.9)]  # of F, B and W on a rank
 ALL = {**SCHEDULES, "forward_only": FORWARD_ONLY}
@@ -105,6 +106,23 @@ rank 2       |F0|B0|F1|B1|F2|B2|F3|B3|F4|B4|W0|W1|W2|W3|W4|
 rank 0 |0F0|0F1|0F2|3F0|3B0|3W0|3F1|3B1|3W1|0B0|0W0|3F2|3B2|3W2|0B1|0W1|0B2|0W2|
 rank 1     |1F0|2F0|1F1|2F1|2B0|2W0|1F2|1B0|1W0|2F2|2B1|2W1|1B1|2B2|1B2|1W1|2W2|1W2|
 """,
+    ("v_min", 2, 3): """
+rank 0 |0F0|       |3F0|3B0|3W0|0F1|0B0|0W0|3F1|3B1|3W1|0F2|0B1|0W1|3F2|3B2|3W2|   |0B2|0W2|
+rank 1     |1F0|2F0|       |2B0|1B0|1F1|2F1|2W0|1W0|2B1|1B1|1F2|2F2|2W1|1W1|2B2|1B2|2W2|1W2|
+""",
+    ("v_min", 3, 2): """
+rank 0 |0F0|               |5F0|0F1|5B0|5W0|       |5F1|   |0B0|5B1|5W1|0W0|       |0B1|0W1|
+rank 1     |1F0|       |4F0|       |1F1|4B0|   |4F1|4W0|1B0|1W0|   |4B1|4W1|   |1B1|1W1|
+rank 2         |2F0|3F0|               |2F1|3F1|3B0|2B0|3W0|2W0|       |3B1|2B1|3W1|2W1|
+""",
+    ("v_half", 2, 3): """
+rank 0 |0F0|0F1|0F2|3F0|3B0|3F1|3B1|0B0|0W0|0B1|3W0|3F2|3B2|0W1|3W1|0B2|0W2|3W2|
+rank 1     |1F0|2F0|1F1|2F1|2B0|1B0|2B1|1B1|1F2|2F2|1W0|2W0|2B2|1B2|1W1|2W1|1W2|2W2|
+""",
+    ("dualpipev", 2, 4): """
+rank 0 |0F0|0F1|0F2|3F0|3B0|3W0|3F1|0F3|3B1    |3F2|0B0    |3B2    |3F3|   |0B1    |3B3    |0B2|0W2|0B3|0W3|
+rank 1     |1F0|2F0|1F1|2F1|1F2|2B0    |2F2|1B0    |1F3|2B1    |2F3|1B1    |2B2    |1B2    |2B3|1B3|2W3|1W3|
+""",
     ("zbv", 2, 1): """
 rank 0 |0F0|       |3F0|3B0|3W0|       |0B0|0W0|
 rank 1     |1F0|2F0|       |2B0|2W0|1B0|1W0|
@@ -128,6 +146,9 @@ def test_looks_like_its_drawing(case):
         (zero_bubble_h1, ("zero_bubble_h1", 2, 3)),
         (zero_bubble_h2, ("zero_bubble_h2", 2, 3)),
         (zbv, ("zbv", 2, 3)),
+        (v_min, ("v_min", 2, 3)),
+        (v_half, ("v_half", 2, 3)),
+        (dualpipev, ("dualpipev", 2, 4)),
     ],
 )
 def test_the_docstring_shows_the_same_drawing(order, case):
@@ -157,10 +178,18 @@ def idle(p, m, v, f, b, w):
         "zero_bubble_h1": (p - 1) * (f + b - w) if m >= p else None,
         "zero_bubble_h2": (p - 1) * (f + b - 2 * w) if m >= 2 * p - 1 else None,
         "zbv": (p - 1) * (b - w) if m >= 2 * p - 1 and max(f, w) <= b else None,
+        "v_min": (4 * p - (5 if p % 3 else 3)) * f / 2 if f == b == w and m >= p else None,
+        "v_half": None,  # an upper bound, see below
+        "dualpipev": (p - 1) * (f + b - w) / 2 if m >= 2 * p and f == b else None,
     }
 
 
-IS_SPAN = ("zero_bubble_h2", "zbv")  # the papers count the idle time inside a rank's span; elsewhere up to the makespan
+IS_SPAN = (
+    "zero_bubble_h2",
+    "zbv",
+    "v_min",
+    "dualpipev",
+)  # the papers count the idle time inside a rank's span; elsewhere up to the makespan
 
 
 @ANY
@@ -188,7 +217,9 @@ def test_few_microbatches_take_as_long_as_zero_bubble_needs_to_go_there_and_back
 def test_the_peak_is_what_the_formula_says(schedule):
     v = schedule.num_chunks
     for p, m in sizes(schedule):
-        if schedule.name == "zbv" and m < 2 * p - 1:
+        if schedule.name in ("v_min", "v_half"):
+            continue  # at most what their papers say, see below
+        if (schedule.name == "zbv" and m < 2 * p - 1) or (schedule.name == "dualpipev" and m < 2 * p):
             continue
         peaks = {
             "forward_only": [0] * p,
@@ -199,9 +230,32 @@ def test_the_peak_is_what_the_formula_says(schedule):
             "zero_bubble_h1": [min(m, p - rank) for rank in range(p)],
             "zero_bubble_h2": [min(m, 2 * (p - rank) - 1) for rank in range(p)],
             "zbv": [2 * p] * p,
+            "dualpipev": [2 * p + 1] * p,
         }
         timeline = simulate(schedule.orders(p, m), num_stages=schedule.num_stages(p))
         assert timeline.peak_microbatches == peaks[schedule.name], (p, m)
+
+
+def searched_bubble(p, k):
+    """The span bubble that the authors of V-Min and V-Half reached with room for k stage inputs, all times 1."""
+    return 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + (k + 1) // 2))
+
+
+@pytest.mark.parametrize("p", range(1, 13))
+def test_v_min_and_v_half_hold_no_more_than_their_papers_say(p):
+    for m in (1, 2, p, 2 * p, 3 * p + 1):
+        for name, most in (("v_min", 2 * ((p + 4) // 3)), ("v_half", 2 * ((p + 2) // 2))):
+            timeline = simulate(SCHEDULES[name].orders(p, m), num_stages=2 * p)
+            assert max(timeline.peak_microbatches) <= most, (name, m)
+            if name == "v_half" and 1 < p <= 9 and m >= 2 * p:
+                assert timeline.span_bubble <= max(0, searched_bubble(p, most)), m
+    assert max(simulate(SCHEDULES["v_half"].orders(8, 24), num_stages=16).peak_microbatches) == 10
+    assert max(simulate(SCHEDULES["v_min"].orders(4, 12), num_stages=8).peak_microbatches) == 4
+
+
+@pytest.mark.parametrize(("p", "m", "bubble"), [(4, 8, 11), (4, 12, 11), (8, 24, 27)])
+def test_v_min_is_as_short_as_the_public_greedy(p, m, bubble):
+    assert simulate(SCHEDULES["v_min"].orders(p, m), num_stages=2 * p).span_bubble == bubble
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("zero_bubble_h1", 1), ("zero_bubble_h2", 2)])
@@ -223,6 +277,7 @@ def test_all_schedules_sum_the_gradients_of_a_stage_in_one_order(schedule):
 
 def test_the_table_is_keyed_by_name():
     names = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1", "zero_bubble_h2", "zbv"]
+    names += ["v_min", "v_half", "dualpipev"]
     assert [schedule.name for schedule in SCHEDULES.values()] == list(SCHEDULES) == names
     assert all(schedule.trains for schedule in SCHEDULES.values())
     assert not FORWARD_ONLY.trains

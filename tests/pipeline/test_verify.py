@@ -39,6 +39,12 @@ def test_what_equals_one_process_is_accepted(case: Case, schedule: str, dp: int,
     assert str(report).startswith(f"dp={dp} pp={pp} {schedule} micro-batches=3: {report.num_steps} steps, ")
 
 
+@pytest.mark.parametrize("schedule", ["v_min", "v_half", "dualpipev"])
+def test_the_v_schedules_train_as_one_process_with_replicas_and_tied_weights(schedule: str) -> None:
+    report = verify(GPT_CASE, dp=2, pp=2, schedule=schedule, num_microbatches=4)
+    assert report.largest_difference < GPT_CASE.rtol
+
+
 @pytest.mark.ranks(4)
 def test_on_the_ranks_of_a_communicator(ranks: Any) -> None:
     reports = ranks.run(lambda comm: verify(GPT_CASE, dp=2, pp=2, num_microbatches=2, comm=comm))

@@ -1,0 +1,105 @@
+"""`python -m pipeline search`: the shortest order for given times, links and memory."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from pipeline.cli import flags
+from pipeline.schedules.action import Placement
+from pipeline.schedules.csv_file import dump
+from pipeline.schedules.problem import Problem
+from pipeline.schedules.schedule import round_robin, v_shape
+from pipeline.schedules.search import MEASURES, Found, search
+
+PLACEMENTS: dict[str, tuple[int, Placement]] = {"one": (1, round_robin), "loop": (2, round_robin), "v": (2, v_shape)}
+"""Stages a rank, and where they are."""
+
+_PER_RANK = {
+    "forward": ("time of a forward of one micro-batch", flags.durations, 1.0),
+    "backward-input": ("time of the input half of a backward", flags.durations, 1.0),
+    "backward-weight": ("time of the weight half of a backward", flags.durations, 1.0),
+    "activations": ("memory that a micro-batch takes from its forward to its backward", flags.memories, 1.0),
+    "deferred": ("memory that it takes from the input half of its backward to the weight half", flags.memories, 0.0),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `search` takes."""
+    parser.add_argument("--ranks", type=flags.count, default=4, metavar="P", help="ranks (default 4)")
+    parser.add_argument("--microbatches", type=flags.count, default=8, metavar="M", help="micro-batches (default 8)")
+    what = "stages on the ranks: one each, two in a loop, two in a V, or the best of all (default)"
+    parser.add_argument("--placement", choices=[*PLACEMENTS, "all"], default="all", help=what)
+    for option, (what, read, default) in _PER_RANK.items():
+        text = f"{what} on a rank; with commas, one for each stage (default {default:g})"
+        parser.add_argument(f"--{option}", type=read, default=default, metavar="X", help=text)
+    what = "time until another rank has what an action made (default 0)"
+    parser.add_argument("--latency", type=flags.latency, default=0.0, metavar="T", help=what)
+    what = "what a rank may hold, in the unit of --activations: 8GiB, or 8 (default: any amount)"
+    parser.add_argument("--memory", type=flags.memories, default=math.inf, metavar="X", help=what)
+    what = "what a rank holds in any case: weights, their gradients, optimizer state (default 0)"
+    parser.add_argument("--static", type=flags.memories, default=0.0, metavar="X", help=what)
+    what = "what is to be short: everything, or the longest span of a rank (default makespan)"
+    parser.add_argument("--measure", choices=list(MEASURES), default="makespan", help=what)
+    parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help="at most (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random rules (default 0)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order, to draw, check and run")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Search each placement, and print the best order's numbers."""
+    names = list(PLACEMENTS) if arguments.placement == "all" else [arguments.placement]
+    given = {name: getattr(arguments, name.replace("-", "_")) for name in _PER_RANK}
+    lengths = {len(value) for value in given.values() if isinstance(value, list)}
+    if lengths:  # one a stage: of these placements, those that have so many
+        names = [name for name in names if {PLACEMENTS[name][0] * arguments.ranks} == lengths]
+        if not names:
+            raise ValueError(f"numbers with commas must be one for each stage, got {' and '.join(map(str, lengths))}")
+    results: dict[str, Found] = {}
+    refusals = []
+    for name in names:
+        try:
+            results[name] = _search(arguments, name, given, arguments.seconds / len(names))
+        except ValueError as rule:  # this one does not fit, another may
+            refusals.append(rule)
+    if not results:
+        raise refusals[0]
+    best = min(results, key=lambda name: results[name].time)
+    found, (num_chunks, _) = results[best], PLACEMENTS[best]
+    if arguments.csv is not None:
+        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(found.orders), encoding="utf-8"))
+    num_stages = num_chunks * arguments.ranks
+    print(f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches")
+    print(found.report())
+    for name, other in results.items():
+        if name != best:
+            print(f"placement {name:18}{other.time:.6g}")
+
+
+def _search(arguments: argparse.Namespace, placement: str, given: dict[str, flags.Numbers], seconds: float) -> Found:
+    num_chunks, rank_of = PLACEMENTS[placement]
+
+    def of_stage(value: flags.Numbers) -> flags.Numbers:
+        return value if isinstance(value, list) else value / num_chunks
+
+    limit, static = (v if isinstance(v, list) else [v] * arguments.ranks for v in (arguments.memory, arguments.static))
+    for flag, values in (("--memory", limit), ("--static", static)):
+        flags.check_length(flag, values, arguments.ranks, "ranks")
+    room = [most - always for most, always in zip(limit, static, strict=True)]
+    if min(room) <= 0:
+        raise ValueError(f"--memory must be more than --static, got {min(room):g} less")
+    problem = Problem.of(
+        num_ranks=arguments.ranks,
+        num_microbatches=arguments.microbatches,
+        rank_of=rank_of,
+        num_stages=num_chunks * arguments.ranks,
+        forward=of_stage(given["forward"]),
+        backward_input=of_stage(given["backward-input"]),
+        backward_weight=of_stage(given["backward-weight"]),
+        latency=arguments.latency,
+        activations=of_stage(given["activations"]),
+        deferred=of_stage(given["deferred"]),
+        limit=room,
+    )
+    return search(problem, measure=arguments.measure, seconds=seconds, seed=arguments.seed)

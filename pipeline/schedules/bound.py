@@ -1,0 +1,165 @@
+"""What no order can beat: lower bounds on the time of a step, each with its reason.
+
+    busiest rank    a rank runs one action at a time
+    critical path   the first micro-batch must get to a rank, all of them through it, and the last one back
+    memory          what a rank may hold limits the forwards that it can run while the first backward is on its way,
+                    and the micro-batches that can be under way at a time
+
+All hold for any order of the same work. The last is often met, and so proves an order to be the best there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeline.schedules.problem import ROUNDING, Problem
+
+_HALVINGS = 60  # of an interval: beyond the precision of a float
+_NOTHING = 1e-300  # in place of 0, to divide by
+
+
+class Bound(NamedTuple):
+    """A time that no order is below, and why."""
+
+    time: float
+    reason: str
+
+
+def lower_bounds(problem: Problem, *, span: bool = False) -> list[Bound]:
+    """List the three lower bounds on the makespan, or on the longest span of a rank; the largest of them counts."""
+    return [
+        max(_busiest(problem), key=lambda bound: bound.time),
+        max(_critical_path(problem, span=span), key=lambda bound: bound.time),
+        max(_memory(problem, span=span), key=lambda bound: bound.time),
+    ]
+
+
+def _work(problem: Problem, rank: int) -> float:
+    return problem.num_microbatches * sum(
+        problem.forward[s] + problem.backward_input[s] + problem.backward_weight[s]
+        for s in problem.stages_of_rank[rank]
+    )
+
+
+def _down(problem: Problem, first: int, last: int) -> float:
+    """Return the time from the start of a forward on one stage until its data is on a later one."""
+    return sum(problem.forward[s] + problem.transfer[s] for s in range(first, last))
+
+
+def _up(problem: Problem, first: int, last: int) -> float:
+    """Return the time from the start of a backward on one stage until its gradient is on an earlier one."""
+    return sum(problem.backward_input[s] + problem.transfer[s - 1] for s in range(first, last, -1))
+
+
+def _round_trip(problem: Problem, stage: int, back_on: int) -> float:
+    """Return the time from the start of a micro-batch's forward on a stage to the start of its backward on another."""
+    last = problem.num_stages - 1
+    return _down(problem, stage, last) + problem.forward[last] + _up(problem, last, back_on)
+
+
+def _busiest(problem: Problem) -> Iterator[Bound]:
+    for rank in range(problem.num_ranks):
+        yield Bound(_work(problem, rank), f"busiest rank: rank {rank} computes for so long")
+
+
+def _critical_path(problem: Problem, *, span: bool) -> Iterator[Bound]:
+    """Yield for every rank: the way to it, all forwards and backwards of its (last) stages, and the way back.
+
+    For a span, the way starts and ends on the rank whose span it is, which must hold an earlier stage.
+    """
+    m, stages_of_rank = problem.num_microbatches, problem.stages_of_rank
+    for rank, own in enumerate(stages_of_rank):
+        for stages in (own[first:] for first in range(len(own))):
+            through = m * sum(problem.forward[s] + problem.backward_input[s] for s in stages)
+            for start in [theirs[0] for theirs in stages_of_rank if theirs[0] <= stages[0]] if span else [0]:
+                ends = [start] if span else range(stages[0] + 1)
+                # The last action of these is a backward of some stage; from it to the weight half of an earlier one.
+                back = min(max(_back(problem, s, end) for end in ends) for s in stages)
+                yield Bound(
+                    _down(problem, start, stages[0]) + through + back,
+                    f"critical path: to rank {rank}, all its forwards and backwards, and back",
+                )
+    for start in [own[0] for own in stages_of_rank] if span else [0]:
+        there = _round_trip(problem, start, start)
+        back = problem.backward_input[start] + problem.backward_weight[start]
+        yield Bound(there + back, "critical path: one micro-batch to the last stage and back")
+
+
+def _back(problem: Problem, stage: int, end: int) -> float:
+    """Return the time from the end of a backward until the weight half of an earlier stage, or of its own, is done."""
+    backwards = _up(problem, stage, end) - problem.backward_input[stage] + problem.backward_input[end]
+    return backwards + problem.backward_weight[end]
+
+
+def _memory(problem: Problem, *, span: bool) -> Iterator[Bound]:
+    """Yield what memory costs: before a rank's first backward, and in the number of micro-batches under way."""
+    m = problem.num_microbatches
+    if problem.num_stages == problem.num_ranks:
+        yield Bound(_first_backwards(problem, span=span), "memory: forwards that fill the wait for a first backward")
+    for rank, stages in enumerate(problem.stages_of_rank):
+        start = 0.0 if span else _down(problem, 0, stages[0])
+        wait = _round_trip(problem, stages[0], stages[-1])
+        yield Bound(
+            start + max(0.0, wait - _most_forward(problem, rank)) + _work(problem, rank),
+            f"memory: rank {rank} has no room for more forwards while its first backward is on its way",
+        )
+        held = m * sum(problem.activations[s] * _round_trip(problem, s, s) for s in stages)
+        last = min(problem.backward_input[s] + problem.backward_weight[s] for s in stages)
+        yield Bound(
+            start + held / problem.limit[rank] + last,
+            f"memory: rank {rank} has no room for as many micro-batches as are under way at a time",
+        )
+
+
+def _most_forward(problem: Problem, rank: int) -> float:
+    """Return the time of the forwards for which a rank has room at a time, as if forwards were divisible."""
+    room, time = problem.limit[rank] * (1 + ROUNDING), 0.0
+    for s in sorted(problem.stages_of_rank[rank], key=lambda s: problem.activations[s] / problem.forward[s]):
+        kept, count = problem.activations[s], float(problem.num_microbatches)
+        if kept > 0:
+            count = min(count, room / kept)
+            room -= count * kept
+        time += count * problem.forward[s]
+    return time
+
+
+def _first_backwards(problem: Problem, *, span: bool) -> float:
+    """Return the bound that the waits of all ranks for their first backwards give together; one stage a rank.
+
+    Until its first backward a rank can only run forwards: whole ones, and as many as fit. Between the starts of two
+    neighbours and between their first backwards lie a forward, a backward and two messages. So a rank that fills
+    its wait with one forward more makes all ranks before it wait longer. For a step of a given time, each rank, from
+    the last to the first, takes its first backward as early as the idle time that it has left allows, which is best
+    for all before it; where a rank has no room for the forwards that its wait takes, no order has this time. The least
+    time that is not ruled out is found by halving.
+    """
+    stage_of = [own[0] for own in problem.stages_of_rank]
+    rank_of = {stage: rank for rank, stage in enumerate(stage_of)}
+    most = []  # forwards that a stage's rank has room for
+    for s in range(problem.num_stages):
+        room = problem.limit[rank_of[s]] * (1 + ROUNDING) / max(problem.activations[s], _NOTHING)
+        most.append(int(min(problem.num_microbatches, room)))
+
+    def allows(time: float) -> bool:
+        wait = 0.0  # from a rank's start to its first backward
+        for s in reversed(range(problem.num_stages)):
+            f, rank = problem.forward[s], rank_of[s]
+            is_last = s + 1 == problem.num_stages
+            wait += f if is_last else f + problem.backward_input[s + 1] + 2 * problem.transfer[s]
+            idle = time - _work(problem, rank) - (0.0 if span else _down(problem, 0, s))
+            forwards = min(int(wait / f * (1 + ROUNDING)), most[s])
+            if wait - forwards * f > idle:
+                if forwards == most[s] or idle < 0:
+                    return False
+                wait = (forwards + 1) * f
+        return True
+
+    low = max(_work(problem, rank) for rank in range(problem.num_ranks))
+    high = low + 2 * _round_trip(problem, 0, 0)
+    while not allows(high):
+        high *= 2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if allows(middle) else (middle, high)
+    return low

@@ -1,0 +1,142 @@
+"""What a search is asked: the work and its times, where the stages are, and how much a rank may hold.
+
+Times and memory may be in any unit. A link is what `simulate` makes of latency and bandwidth: a delay a boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.schedules.action import Action, Placement
+from pipeline.schedules.simulate import Timeline, simulate
+
+Number = float | Sequence[float]
+"""One number for all, or one for each."""
+
+ROUNDING = 1e-9  # of a limit: sums of memory are compared with a little room
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Micro-batches through stages on ranks.
+
+    Attributes:
+        rank_of: which rank owns a stage.
+        forward, backward_input, backward_weight: time of F, B and W of one micro-batch, a stage.
+        transfer: time of a message, a boundary between stages, that behind stage 0 first; 0 inside a rank.
+        activations: memory that one micro-batch takes from F to B, a stage.
+        deferred: memory that it takes from B to W, a stage.
+        limit: memory that a rank may hold of both, a rank; inf where it does not matter.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    rank_of: Placement
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    transfer: tuple[float, ...]
+    activations: tuple[float, ...]
+    deferred: tuple[float, ...]
+    limit: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_ranks: int,
+        num_microbatches: int,
+        rank_of: Placement,
+        num_stages: int,
+        forward: Number = 1.0,
+        backward_input: Number = 1.0,
+        backward_weight: Number = 1.0,
+        latency: Number = 0.0,
+        activations: Number = 1.0,
+        deferred: Number = 0.0,
+        limit: Number = math.inf,
+    ) -> Problem:
+        """Make a problem from one number for all stages, or boundaries, or ranks, or from one for each.
+
+        Args:
+            latency: time from the end of an action until another rank has its result.
+        Raises:
+            ValueError: a number is missing or negative, a time is not above 0, or a rank cannot hold what one
+                micro-batch takes on all its stages.
+        """
+        for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        owners = [rank_of(stage, num_ranks) for stage in range(num_stages)]
+        if sorted(set(owners)) != list(range(num_ranks)):
+            raise ValueError(f"every one of {num_ranks} ranks needs a stage, got stages on ranks {owners}")
+        delays = _each("latency", latency, num_stages - 1, "boundaries")
+        problem = cls(
+            num_ranks,
+            num_microbatches,
+            rank_of,
+            _each("forward", forward, num_stages, "stages", positive=True),
+            _each("backward_input", backward_input, num_stages, "stages", positive=True),
+            _each("backward_weight", backward_weight, num_stages, "stages", positive=True),
+            tuple(delay if owners[s] != owners[s + 1] else 0.0 for s, delay in enumerate(delays)),
+            _each("activations", activations, num_stages, "stages"),
+            _each("deferred", deferred, num_stages, "stages"),
+            _each("limit", limit, num_ranks, "ranks", positive=True, infinite=True),
+        )
+        for rank, stages in enumerate(problem.stages_of_rank):
+            least = sum(max(problem.activations[s], problem.deferred[s]) for s in stages)
+            if least > problem.limit[rank] * (1 + ROUNDING):
+                raise ValueError(
+                    f"a rank must hold one micro-batch on each of its stages, which takes {least:g} on rank {rank}, "
+                    f"got a limit of {problem.limit[rank]:g}"
+                )
+        return problem
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are on all ranks."""
+        return len(self.forward)
+
+    @property
+    def stages_of_rank(self) -> list[list[int]]:
+        """The stages of every rank, in order."""
+        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage in range(self.num_stages):
+            stages[self.rank_of(stage, self.num_ranks)].append(stage)
+        return stages
+
+    def simulate(self, orders: Sequence[Sequence[Action]]) -> Timeline:
+        """Run orders of these stages against the clock."""
+        return simulate(
+            orders,
+            num_stages=self.num_stages,
+            forward=self.forward,
+            backward_input=self.backward_input,
+            backward_weight=self.backward_weight,
+            message_bytes=self.transfer,  # in units of time, over a link that takes one a unit
+            bandwidth=1.0,
+        )
+
+    def peaks(self, timeline: Timeline) -> list[float]:
+        """Return the most that each rank holds."""
+        return timeline.peak_memory(self.activations, self.deferred)
+
+    def fits(self, timeline: Timeline) -> bool:
+        """Tell whether no rank holds more than it may."""
+        peaks = self.peaks(timeline)
+        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limit, strict=True))
+
+
+def _each(
+    name: str, value: Number, count: int, of_what: str, *, positive: bool = False, infinite: bool = False
+) -> tuple[float, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * count
+    if len(values) != count:
+        raise ValueError(f"{name} must be one number or one for each of {count} {of_what}, got {len(values)} numbers")
+    for number in values:
+        if not (number > 0 or (number == 0 and not positive)) or (number == math.inf and not infinite):
+            least = "above 0" if positive else "at least 0"
+            raise ValueError(f"{name} must be {least}{'' if infinite else ' and finite'}, got {number}")
+    return values

@@ -1,0 +1,237 @@
+"""Search: for given times, links and memory, an order whose step is short, and how short one could be at best.
+
+Orders are built by rules (`greedy`): first a few that are often best, then building blocks drawn at random, half of
+them close to the best one so far. The search ends where a lower bound is met (`bound`), since nothing is left to find,
+or after so many tries or seconds. What it returns is never worse than the best named schedule that fits.
+
+    found = search(problem, measure="span")
+    print(found.report())
+    pipe = PipelineExecutor(stages, comm, found.schedule, num_microbatches=problem.num_microbatches, ...)
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from pipeline.schedules.action import Action
+from pipeline.schedules.bound import Bound, lower_bounds
+from pipeline.schedules.csv_file import dump, from_text
+from pipeline.schedules.deadlock import check_deadlock_free
+from pipeline.schedules.greedy import Rule, build
+from pipeline.schedules.lower import lower
+from pipeline.schedules.problem import Problem
+from pipeline.schedules.schedule import SCHEDULES, Schedule
+from pipeline.schedules.simulate import Timeline
+
+MEASURES: dict[str, Callable[[Timeline], float]] = {
+    "makespan": lambda timeline: timeline.makespan,
+    "span": lambda timeline: max(timeline.span(rank) for rank in range(len(timeline.rows))),
+}
+"""What is to be short: from the start to the end of everything, or the longest span of a rank."""
+
+_EXACT = 1e-9  # relative: what is called equal
+
+
+@dataclass(frozen=True)
+class Found:
+    """The shortest order that was found.
+
+    Attributes:
+        schedule: to run, for these ranks and micro-batches; `dump(schedule.orders(...))` is its CSV.
+        time: its makespan or longest span.
+        bounds: times that no order is below.
+        named: the best schedule of SCHEDULES that has these stages on these ranks and fits, and its time.
+        num_tries: rules that were tried.
+    """
+
+    problem: Problem
+    measure: str
+    schedule: Schedule
+    timeline: Timeline
+    time: float
+    bounds: list[Bound]
+    named: tuple[str, float] | None
+    num_tries: int
+
+    @property
+    def bound(self) -> Bound:
+        """The largest lower bound."""
+        return max(self.bounds, key=lambda bound: bound.time)
+
+    @property
+    def gap(self) -> float:
+        """How much of the found time could be saved at most, as a share of it."""
+        return max(0.0, 1 - self.bound.time / self.time)
+
+    @property
+    def orders(self) -> list[list[Action]]:
+        """The order of every rank."""
+        return self.schedule.orders(self.problem.num_ranks, self.problem.num_microbatches)
+
+    def report(self) -> str:
+        """Say what was found, and what was not ruled out."""
+        proved = self.gap <= _EXACT
+        lines = [
+            f"{self.measure:28}{self.time:.6g}",
+            f"bubble rate ({self.measure}){'':{15 - len(self.measure)}}{1 - self.timeline.ideal / self.time:.5f}",
+            f"lower bound                 {self.bound.time:.6g}  ({self.bound.reason})",
+            f"gap                         {self.gap:.5f}  {'(proved: no order is shorter)' if proved else ''}".rstrip(),
+            f"memory a rank               {' '.join(f'{peak:.4g}' for peak in self.problem.peaks(self.timeline))}",
+            f"tries                       {self.num_tries}",
+        ]
+        if self.named is not None:
+            lines.insert(2, f"best named that fits        {self.named[1]:.6g}  ({self.named[0]})")
+        return "\n".join(lines)
+
+
+def search(
+    problem: Problem,
+    *,
+    measure: str = "makespan",
+    seconds: float = 10.0,
+    num_tries: int = 2000,
+    seed: int = 0,
+    name: str = "found",
+) -> Found:
+    """Search for an order with a short step.
+
+    The same seed gives the same order wherever the tries, and not the seconds, end the search.
+
+    Args:
+        measure: what is to be short, a key of MEASURES.
+        seconds: begin no try after so long.
+    Returns:
+        Orders that are valid, fit, and cannot deadlock.
+    Raises:
+        ValueError: an argument is out of its range, or no order was found that fits.
+    """
+    if measure not in MEASURES:
+        raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}")
+    if not seconds > 0 or num_tries < 1:
+        raise ValueError(f"seconds and num_tries must be above 0, got {seconds} and {num_tries}")
+    bounds = lower_bounds(problem, span=measure == "span")
+    goal = max(bound.time for bound in bounds)
+    best: tuple[float, float, list[list[Action]]] | None = None
+    named = _best_named(problem, measure)
+    if named is not None:
+        best = (named[0], problem.simulate(named[1]).makespan, named[1])
+    end = time.monotonic() + seconds
+    tries = 0
+    rules = _Rules(problem, goal, random.Random(seed))
+    for rule in rules:
+        if best is not None and best[0] <= goal * (1 + _EXACT):
+            break
+        if tries and (tries == num_tries or time.monotonic() > end):
+            break
+        tries += 1
+        built = build(problem, rule)
+        if built is None:
+            continue
+        value = (built.span if measure == "span" else built.makespan, built.makespan)
+        rules.note(rule, value)
+        if best is None or value < best[:2]:
+            best = (*value, built.orders)
+    if best is None:
+        raise ValueError(f"no order that fits was found in {tries} tries")
+    schedule = from_text(dump(best[2]), name)  # which validates it
+    programs = lower(best[2], rank_of=problem.rank_of, num_stages=problem.num_stages)
+    check_deadlock_free(programs, rank_of=problem.rank_of, num_stages=problem.num_stages)
+    timeline = problem.simulate(best[2])
+    assert problem.fits(timeline)
+    name_and_time = None if named is None else (named[2], named[0])
+    return Found(problem, measure, schedule, timeline, MEASURES[measure](timeline), bounds, name_and_time, tries)
+
+
+def _best_named(problem: Problem, measure: str) -> tuple[float, list[list[Action]], str] | None:
+    """Return time, orders and name of the best schedule of these stages on these ranks that fits."""
+    candidates = []
+    for schedule in SCHEDULES.values():
+        stages = range(problem.num_stages)
+        if schedule.num_chunks * problem.num_ranks != problem.num_stages or any(
+            schedule.rank_of(s, problem.num_ranks) != problem.rank_of(s, problem.num_ranks) for s in stages
+        ):
+            continue
+        try:
+            orders = schedule.orders(problem.num_ranks, problem.num_microbatches)
+        except ValueError:  # one that does not allow these sizes
+            continue
+        timeline = problem.simulate(orders)
+        if problem.fits(timeline):
+            candidates.append((MEASURES[measure](timeline), orders, schedule.name))
+    return min(candidates, key=lambda candidate: candidate[0], default=None)
+
+
+class _Rules:
+    """Yields rules without end: those that are often best, then random ones."""
+
+    def __init__(self, problem: Problem, goal: float, rng: random.Random) -> None:
+        self._problem = problem
+        self._goal = goal
+        self._rng = rng
+        self._best: tuple[tuple[float, float], Rule] | None = None
+        work = [
+            sum(problem.forward[s] + problem.backward_input[s] + problem.backward_weight[s] for s in own)
+            for own in problem.stages_of_rank
+        ]
+        self._period = max(work)
+        self._idle = goal - problem.num_microbatches * self._period  # that the goal leaves to the busiest rank
+        self._tick = self._period / (3 * max(len(own) for own in problem.stages_of_rank))  # one action, about
+
+    def note(self, rule: Rule, value: tuple[float, float]) -> None:
+        """Tell what a rule came to; random ones stay close to the best."""
+        if self._best is None or value < self._best[0]:
+            self._best = value, rule
+
+    def __iter__(self) -> Iterator[Rule]:
+        yield from self._usual()
+        while True:
+            if self._best is not None and self._rng.random() < 0.5:
+                yield self._near(self._best[1])
+            else:
+                yield self._random()
+
+    def _usual(self) -> Iterator[Rule]:
+        """Yield: backwards first, then forwards, weight halves where there is nothing else."""
+        stages = range(self._problem.num_stages)
+        for first in (self._idle * (1 + _EXACT) + _EXACT * self._goal, self._idle + self._tick):
+            for patience in (0.0, 0.01, 0.1):
+                offsets = tuple((2.0 * len(stages) - s, float(len(stages) - 1 - s), 9.0 * len(stages)) for s in stages)
+                yield Rule(offsets, 0.0, self._goal * (1 + _EXACT), first, patience * self._tick)
+
+    def _random(self) -> Rule:
+        """Return a building block: one micro-batch's way through all stages, stretched by chance."""
+        problem, rng = self._problem, self._rng
+        num_chunks = -(-problem.num_stages // problem.num_ranks)
+        stretch = [[rng.choice((1.0, 1.0, 1.5, 2.0, 3.0, rng.uniform(0, 4))) for _ in range(num_chunks)] for _ in "FB"]
+        at, forwards, backwards = 0.0, [], []
+        for s in range(problem.num_stages):
+            forwards.append(at)
+            at += stretch[0][s // problem.num_ranks] * (problem.forward[s] + ([*problem.transfer, 0.0])[s])
+        for s in reversed(range(problem.num_stages)):
+            backwards.append(at)
+            at += stretch[1][s // problem.num_ranks] * (problem.backward_input[s] + problem.transfer[s - 1] * (s > 0))
+        put_off = rng.choice((self._tick, 2 * self._tick, self._period, 1e6 * self._period))
+        return Rule(
+            tuple((f, b, b + put_off) for f, b in zip(forwards, reversed(backwards), strict=True)),
+            rng.choice((0.0, self._period, self._period, self._period)),
+            self._goal * rng.choice((1 + _EXACT, 1.02, 1e6)),
+            rng.choice((0.0, self._idle, self._tick, 2 * self._tick, 3 * self._tick)),
+            rng.choice((0.0, 0.0, 0.01, 0.1, 1.0)) * self._tick,
+            rng.random() < 0.7,
+        )
+
+    def _near(self, rule: Rule) -> Rule:
+        rng, tick = self._rng, self._tick
+        size = rng.choice((0.3, 1.0, 3.0)) * tick
+        changed = tuple(
+            tuple(x + (rng.gauss(0, size) if rng.random() < 0.3 else 0.0) for x in offsets) for offsets in rule.offsets
+        )
+        return replace(
+            rule,
+            offsets=changed,  # type: ignore[arg-type]
+            first_patience=rng.choice((rule.first_patience, rng.uniform(0, 3 * tick))),
+            patience=rng.choice((rule.patience, rng.uniform(0, tick))),
+        )

@@ -1,0 +1,209 @@
+"""The search and its bounds, against published values and against all orders there are of small problems."""
+
+import random
+from functools import cache
+from itertools import product
+
+import pytest
+from test_simulate import PUBLISHED
+
+from pipeline import BW, SCHEDULES, B, F, ScheduleError, W, check_deadlock_free, lower, validate
+from pipeline.schedules.bound import lower_bounds
+from pipeline.schedules.problem import Problem
+from pipeline.schedules.schedule import round_robin, v_shape
+from pipeline.schedules.search import MEASURES, search
+
+# ZB-2p of the same tables, and the memory of a deferred weight half as a share of a micro-batch's activations.
+ZB_2P = (0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010, 0.0066, 0.0054, 0.0028, 0.0038, 0.0029, 0.0018)
+DEFERRED = (0.366,) * 3 + (0.432,) * 9
+
+
+def published(row, deferred):
+    num_ranks, num_microbatches, f, b, w, latency = row[:6]
+    return Problem.of(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        rank_of=round_robin,
+        num_stages=num_ranks,
+        forward=f,
+        backward_input=b,
+        backward_weight=w,
+        latency=latency,
+        deferred=deferred,
+        limit=2 * num_ranks,
+    )
+
+
+def a_v(num_ranks, num_microbatches, limit):
+    return Problem.of(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        rank_of=v_shape,
+        num_stages=2 * num_ranks,
+        limit=limit,
+    )
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_the_search_is_as_short_as_zb_2p_and_proves_that_nothing_is_shorter(index):
+    """All twelve rows: benchmarks/search.py."""
+    found = search(published(PUBLISHED[index], DEFERRED[index]), measure="span", num_tries=10, seconds=60)
+    assert round(found.timeline.span_bubble_rate, 4) <= ZB_2P[index] < PUBLISHED[index][8]
+    assert found.gap < 1e-9
+    assert found.num_tries < 10
+
+
+@pytest.mark.parametrize(("p", "k", "bubble"), [(3, 4, 5), (4, 4, 11), (4, 5, 8), (4, 6, 5), (4, 7, 3), (4, 8, 0)])
+def test_a_v_is_as_short_as_the_public_search_with_the_same_memory(p, k, bubble):
+    found = search(a_v(p, 2 * p, k), measure="span", num_tries=60, seconds=60)
+    assert found.timeline.span_bubble <= bubble
+    assert max(found.timeline.peak_microbatches) <= k
+
+
+def all_orders(problem):
+    """Yield every way in which ranks can do their work: per micro-batch and stage, F before B before W."""
+
+    @cache
+    def interleaved(chains):
+        if not any(chains):
+            return [()]
+        return [
+            (chain[0], *rest)
+            for i, chain in enumerate(chains)
+            if chain
+            for rest in interleaved((*chains[:i], chain[1:], *chains[i + 1 :]))
+        ]
+
+    per_rank = [
+        interleaved(tuple((F(s, i), B(s, i), W(s, i)) for s in own for i in range(problem.num_microbatches)))
+        for own in problem.stages_of_rank
+    ]
+    yield from product(*per_rank)
+
+
+SMALL = [
+    (2, 2, 2, round_robin),
+    (3, 1, 3, round_robin),
+    (2, 1, 4, v_shape),
+    (2, 1, 4, round_robin),
+    (1, 2, 1, round_robin),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", SMALL, ids=lambda size: f"{size[0]}-{size[1]}-{size[2]}-{size[3].__name__}")
+def test_bounds_and_found_orders_against_all_that_there_are(size, seed):
+    num_ranks, num_microbatches, num_stages, rank_of = size
+    rng = random.Random(seed)
+    times = {
+        name: [rng.randint(1, 5) for _ in range(num_stages)]
+        for name in ("forward", "backward_input", "backward_weight")
+    }
+    held = {name: [rng.randint(1, 3) for _ in range(num_stages)] for name in ("activations", "deferred")}
+    least = max(
+        sum(max(held["activations"][s], held["deferred"][s]) for s in range(num_stages) if rank_of(s, num_ranks) == r)
+        for r in range(num_ranks)
+    )
+    problem = Problem.of(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        rank_of=rank_of,
+        num_stages=num_stages,
+        latency=[rng.choice([0, 1, 2]) for _ in range(num_stages - 1)],
+        limit=[least + rng.randint(0, 4) for _ in range(num_ranks)],
+        **times,
+        **held,
+    )
+    shortest = dict.fromkeys(MEASURES, float("inf"))
+    for orders in all_orders(problem):
+        try:
+            timeline = problem.simulate(orders)
+        except ScheduleError:  # the ranks wait for each other
+            continue
+        if problem.fits(timeline):
+            shortest = {name: min(time, MEASURES[name](timeline)) for name, time in shortest.items()}
+    for measure, time in shortest.items():
+        found = search(problem, measure=measure, num_tries=300, seconds=60, seed=seed)
+        assert max(bound.time for bound in lower_bounds(problem, span=measure == "span")) <= time + 1e-6
+        assert found.time == pytest.approx(time), measure
+
+
+@pytest.mark.parametrize("rank_of", [round_robin, v_shape])
+def test_what_is_found_is_valid_fits_and_is_no_worse_than_a_named_schedule(rank_of):
+    problem = Problem.of(
+        num_ranks=3,
+        num_microbatches=7,
+        rank_of=rank_of,
+        num_stages=6,
+        forward=[1, 2, 1, 1, 3, 1],
+        backward_input=[2, 2, 1, 1.5, 3, 1],
+        backward_weight=[1, 2, 1, 1, 2, 0.5],
+        latency=0.25,
+        activations=[2, 1, 1, 1, 1, 1],
+        deferred=0.5,
+        limit=[12, 9, 7],
+    )
+    found = search(problem, num_tries=50, seconds=60)
+    validate(found.orders, num_stages=6, num_microbatches=7, rank_of=rank_of)
+    check_deadlock_free(lower(found.orders, rank_of=rank_of, num_stages=6), rank_of=rank_of, num_stages=6)
+    assert problem.fits(found.timeline)
+    assert found.bound.time <= found.time
+    for schedule in SCHEDULES.values():
+        if schedule.num_chunks == 2 and [schedule.rank_of(s, 3) for s in range(6)] == [rank_of(s, 3) for s in range(6)]:
+            try:
+                timeline = problem.simulate(schedule.orders(3, 7))
+            except ValueError:
+                continue
+            assert not problem.fits(timeline) or found.time <= timeline.makespan
+    again = search(problem, num_tries=50, seconds=60)
+    assert again.orders == found.orders
+
+
+def test_memory_is_never_more_than_the_limit_and_less_memory_is_never_shorter():
+    times = [search(a_v(4, 8, k), num_tries=20, seconds=60) for k in (2, 3, 4, 6, 8)]
+    assert all(max(found.timeline.peak_microbatches) <= k for k, found in zip((2, 3, 4, 6, 8), times, strict=True))
+    assert times[0].time > times[2].time > times[4].time
+
+
+def test_the_report_says_what_is_proved():
+    found = search(a_v(4, 8, 8), measure="span")
+    assert found.report().splitlines()[0] == "span                        48"
+    assert "(proved: no order is shorter)" in found.report()
+    assert "best named that fits        48  (zbv)" in found.report()
+    unproved = search(a_v(4, 8, 4), measure="span", num_tries=5)
+    assert unproved.gap > 0.05
+    assert "proved" not in unproved.report()
+
+
+def test_a_full_backward_counts_as_its_halves():
+    problem = Problem.of(
+        num_ranks=1, num_microbatches=1, rank_of=round_robin, num_stages=1, activations=2, deferred=5, limit=5
+    )
+    assert problem.peaks(problem.simulate([[F(0, 0), BW(0, 0)]])) == [2]
+    assert problem.peaks(problem.simulate([[F(0, 0), B(0, 0), W(0, 0)]])) == [5]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"num_microbatches": 0}, "num_microbatches must be at least 1, got 0"),
+        ({"num_stages": 1}, r"every one of 2 ranks needs a stage, got stages on ranks \[0\]"),
+        ({"forward": [1, 1, 1]}, "forward must be one number or one for each of 2 stages, got 3 numbers"),
+        ({"backward_weight": 0}, "backward_weight must be above 0 and finite, got 0"),
+        ({"latency": -1}, "latency must be at least 0 and finite, got -1"),
+        ({"activations": float("nan")}, "activations must be at least 0 and finite, got nan"),
+        ({"activations": 3, "limit": 2}, "takes 3 on rank 0, got a limit of 2"),
+    ],
+)
+def test_a_wrong_problem_is_refused(changed, message):
+    arguments = {"num_ranks": 2, "num_microbatches": 2, "rank_of": round_robin, "num_stages": 2} | changed
+    with pytest.raises(ValueError, match=message):
+        Problem.of(**arguments)
+
+
+def test_a_wrong_search_is_refused():
+    with pytest.raises(ValueError, match="measure must be one of makespan, span, got 'time'"):
+        search(a_v(2, 2, 4), measure="time")
+    with pytest.raises(ValueError, match="seconds and num_tries must be above 0, got 0 and 2000"):
+        search(a_v(2, 2, 4), seconds=0)
