@@ -1,4 +1,4 @@
-"""How a step opens: ranks tell each other what they were given, and bad input raises on all of them.
+"""How a step begins: ranks tell each other what they were given, and bad input raises on all of them.
 
 One allgather of a fixed row of integers, before any message between stages. Without it a mistake on one rank
 would leave the others waiting.
@@ -18,102 +18,100 @@ from minigrad import rng
 from minigrad.backend import Array
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import SPEC_COLUMNS, ArraySpec
+from pipeline.runtime.step import Batch, Mode, StepInputs
 from pipeline.schedules.action import Action
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.validate import validate
 
-Batch = Array | Sequence[Array]
-
 
 @dataclass(frozen=True)
-class StepInputs:
-    """What all ranks agree on.
-
-    Attributes:
-        inputs: this rank's micro-batches of x, if it was given x.
-        targets: of y, if it was given y.
-        specs: shape and dtype of the first stage's micro-batches, known on every rank.
-    """
-
-    inputs: list[Array] | None
-    targets: list[Array] | None
-    specs: list[ArraySpec]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Samples of each micro-batch."""
-        return [spec.shape[0] for spec in self.specs]
-
-
-def shake_hands(
-    comm: Communicator,
-    x: Batch | None,
-    y: Batch | None,
-    *,
-    num_microbatches: int,
-    needs_x: bool,
-    needs_y: bool,
-    has_loss_fn: bool,
-    first_rank: int,
-    tied: Mapping[str, bool | None],
-    input_grads: bool = False,
-    or_fewer: bool = False,
-) -> StepInputs:
-    """Check what every rank was given. Collective.
+class Handshake:
+    """Begins the steps of one pipeline; made once, like the executor.
 
     Args:
-        num_microbatches: that a batch is cut into; `or_fewer` where it has fewer samples, or is a shorter list.
-        needs_x: whether this rank holds the first stage; needs_y: the last one, and there is a loss.
-        has_loss_fn: whether this rank could compute a loss.
+        comm: the ranks of the pipeline.
+        num_microbatches: that a batch of training is cut into; others are in at most so many.
         first_rank: the rank that holds the first stage.
-        tied: see `LocalStages.tied_states`.
-    Raises:
-        ValueError: the first rank's mistake, or a difference between ranks; the same message on every rank.
+        holds_first, holds_last: whether this rank holds the first and the last stage.
     """
-    inputs: list[Array] | None = None
-    targets: list[Array] | None = None
 
-    def cut(batch: Batch, name: str) -> list[Array]:
-        count = microbatch.num_parts(batch, num_microbatches) if or_fewer else num_microbatches
-        return microbatch.as_microbatches(batch, count, name)
+    comm: Communicator
+    num_microbatches: int
+    first_rank: int
+    holds_first: bool
+    holds_last: bool
 
-    def prepare() -> Array:
-        nonlocal inputs, targets
-        if needs_x and x is None:
-            raise ValueError("the first stage needs an input x, got None")
-        if needs_y and not has_loss_fn:
-            raise ValueError(
-                "the last stage needs a loss_fn; give one to PipelineExecutor, or use forward and backward"
-            )
-        if needs_y and y is None:
-            raise ValueError("the last stage needs targets y, got None")
-        if x is not None:
-            inputs = cut(x, "x")
-            microbatch.check_used_once(inputs)
-            for part in inputs:
+    def begin(
+        self,
+        mode: Mode,
+        x: Batch | None,
+        y: Batch | None,
+        *,
+        has_loss_fn: bool,
+        tied: Mapping[str, bool | None],
+        input_grads: bool = False,
+    ) -> StepInputs:
+        """Check what every rank was given. Collective.
+
+        Args:
+            has_loss_fn: whether this rank could compute a loss.
+            tied: see `LocalStages.tied_states`.
+        Raises:
+            ValueError: the first rank's mistake, or a difference between ranks; the same message on every rank.
+        """
+        inputs: list[Array] | None = None
+        targets: list[Array] | None = None
+
+        def prepare() -> Array:
+            nonlocal inputs, targets
+            self._check_given(mode, x, y, has_loss_fn)
+            inputs = None if x is None else self._cut(mode, x, "x")
+            for part in inputs or ():
                 ArraySpec.of(part).encode()  # for its errors
                 if input_grads and not ArraySpec.of(part).is_float:
                     raise ValueError(f"input_grads needs a floating point x, got {part.dtype}")
-        if y is not None:
-            targets = cut(y, "y")
-        states = [_TIED_STATES[state] for state in tied.values()]
-        return np.array([*_row(inputs, targets, is_list=isinstance(x, (list, tuple))), *states], np.int64)
+            microbatch.check_used_once(inputs or ())
+            targets = None if y is None else self._cut(mode, y, "y")
+            states = [_TIED_STATES[state] for state in tied.values()]
+            return np.array([*_row(inputs, targets, is_list=isinstance(x, (list, tuple))), *states], np.int64)
 
-    rows = agree(comm, prepare, num_columns=_NUM_COLUMNS + len(tied))
-    _compare(rows[:, :_NUM_COLUMNS], first_rank)
-    _compare_tied(tied, rows[:, _NUM_COLUMNS:])
-    count = int(rows[first_rank, _NUM_PARTS])
-    if rows[first_rank, _IS_LIST]:
+        rows = agree(self.comm, prepare, num_columns=_NUM_COLUMNS + len(tied))
+        _compare(rows[:, :_NUM_COLUMNS], self.first_rank)
+        _compare_tied(tied, rows[:, _NUM_COLUMNS:])
+        return StepInputs(inputs, targets, self._specs(rows[self.first_rank], inputs))
+
+    def _check_given(self, mode: Mode, x: Batch | None, y: Batch | None, has_loss_fn: bool) -> None:
+        if self.holds_first and x is None:
+            raise ValueError("the first stage needs an input x, got None")
+        if self.holds_last and mode.has_loss:
+            if not has_loss_fn:
+                raise ValueError(
+                    "the last stage needs a loss_fn; give one to PipelineExecutor, or use forward and backward"
+                )
+            if y is None:
+                raise ValueError("the last stage needs targets y, got None")
+
+    def _cut(self, mode: Mode, batch: Batch, name: str) -> list[Array]:
+        """Cut a batch: exactly as the schedule of training wants it, elsewhere as it comes."""
+        most = self.num_microbatches
+        count = most if mode is Mode.TRAIN else microbatch.num_parts(batch, most)
+        return microbatch.as_microbatches(batch, count, name)
+
+    def _specs(self, row: Array, inputs: list[Array] | None) -> list[ArraySpec]:
+        """Return shape and dtype of every micro-batch of x, on every rank.
+
+        Args:
+            row: what the first stage's rank told.
+        """
+        count = int(row[_NUM_PARTS])
+        if not row[_IS_LIST]:
+            first = ArraySpec.decode(row[_SPEC:_NUM_COLUMNS])
+            sizes = microbatch.sizes(int(row[_NUM_SAMPLES]), count)
+            return [ArraySpec((size, *first.shape[1:]), first.dtype) for size in sizes]
         table = np.zeros((count, SPEC_COLUMNS), np.int64)
-        if comm.rank == first_rank:
-            assert inputs is not None
-            table[:] = [ArraySpec.of(part).encode() for part in inputs]
-        specs = [ArraySpec.decode(row) for row in comm.broadcast(table, root=first_rank).wait()]
-    else:
-        first = ArraySpec.decode(rows[first_rank, _SPEC:_NUM_COLUMNS])
-        sizes = microbatch.sizes(int(rows[first_rank, _NUM_SAMPLES]), count)
-        specs = [ArraySpec((size, *first.shape[1:]), first.dtype) for size in sizes]
-    return StepInputs(inputs, targets, specs)
+        if self.comm.rank == self.first_rank:
+            table[:] = [ArraySpec.of(part).encode() for part in inputs or ()]
+        return [ArraySpec.decode(spec) for spec in self.comm.broadcast(table, root=self.first_rank).wait()]
 
 
 def agree_on_orders(

@@ -26,6 +26,9 @@ from distributed.trace.recorder import Recorder
 from pipeline.runtime.boundary import BUNDLE_COLUMNS, ArraySpec, Bundle, BundleSpec
 from pipeline.schedules.action import Action, Kind
 
+_LANES = 3  # tags of one receiving stage and micro-batch: activation, gradient, header of the activation
+_HEADER = 2
+
 
 class PointToPoint:
     """The messages of one rank in a pipeline.
@@ -50,13 +53,14 @@ class PointToPoint:
         xp: Any = np,
         recorder: Recorder | None = None,
     ) -> None:
-        if 3 * num_stages * num_microbatches > comm.max_tag + 1:
+        if _LANES * num_stages * num_microbatches > comm.max_tag + 1:
             raise ValueError(
-                f"stages * micro-batches must be at most {(comm.max_tag + 1) // 3} on this communicator, "
+                f"stages * micro-batches must be at most {(comm.max_tag + 1) // _LANES} on this communicator, "
                 f"got {num_stages} and {num_microbatches}"
             )
         self.comm = comm
         self._rank_of = rank_of
+        self._routes: dict[Action, tuple[int, int]] = {}
         self._num_microbatches = num_microbatches
         self._xp = xp
         self._recorder = recorder or Recorder()
@@ -66,7 +70,7 @@ class PointToPoint:
         self._inputs: Sequence[ArraySpec] = ()  # of the micro-batches of this step
         self._outputs: dict[tuple[int, int], BundleSpec] = {}  # (stage, micro-batch) -> what it sent forward
         self._headers: dict[Action, Work] = {}
-        self._posted: dict[Action, tuple[BundleSpec, list[Work]]] = {}
+        self._posted: dict[Action, tuple[BundleSpec, list[Work]] | None] = {}  # None: its shape is not known yet
         self._sends: dict[Action, list[Work]] = {}
 
     def begin(self, inputs: Sequence[ArraySpec]) -> None:
@@ -77,29 +81,24 @@ class PointToPoint:
     def post(self, receive: Action) -> None:
         """Post a receive as far as its shape is known."""
         spec = self._expected(receive)
-        if spec is not None:
-            self._post_data(receive, spec)
-        elif receive.kind is Kind.RECV_F:
+        self._posted[receive] = None if spec is None else self._post_data(receive, spec)
+        if spec is None and receive.kind is Kind.RECV_F:
             header = np.empty(BUNDLE_COLUMNS, np.int64)
-            self._headers[receive] = self.comm.irecv(header, source=self._peer(receive), tag=self._tag(receive, 2))
+            source, tag = self._route(receive)
+            self._headers[receive] = self.comm.irecv(header, source=source, tag=tag + _HEADER)
 
     def receive(self, receive: Action) -> Bundle:
         """Block until a posted message is there. A bundle of gradients is empty where none comes back."""
-        if receive in self._headers:
-            with self.comm.waiting_for(f"{receive} of a pipeline"):
-                spec = BundleSpec.decode(self._headers.pop(receive).wait())
-            self._learned[receive.stage, self._inputs[receive.microbatch]] = spec
-            self._post_data(receive, spec)
-        elif receive not in self._posted:
-            spec_now = self._expected(receive)
-            assert spec_now is not None
-            self._post_data(receive, spec_now)
-        spec, works = self._posted.pop(receive)
+        posted = self._posted.pop(receive)
         with self.comm.waiting_for(f"{receive} of a pipeline"):
+            if posted is None:
+                posted = self._post_data(receive, self._told(receive))
+            spec, works = posted
             return Bundle(tuple(work.wait() for work in works), spec.returns, spec.is_tuple)
 
     def send(self, send: Action, bundle: Bundle) -> None:
         """Start sending; the arrays are kept until the message is gone and must not be written to."""
+        dest, tag = self._route(send)
         works = []
         if send.kind is Kind.SEND_F:
             spec = self._outputs[send.stage, send.microbatch] = bundle.spec
@@ -112,10 +111,10 @@ class PointToPoint:
                 )
             if key not in self._known:
                 self._learned[key] = spec
-                works.append(self.comm.isend(spec.encode(), dest=self._peer(send), tag=self._tag(send, 2)))
+                works.append(self.comm.isend(spec.encode(), dest=dest, tag=tag + _HEADER))
         for array in bundle.arrays:
             contiguous = array if array.flags.c_contiguous else array.copy(order="C")
-            launch = partial(self.comm.isend, contiguous, dest=self._peer(send), tag=self._tag(send))
+            launch = partial(self.comm.isend, contiguous, dest=dest, tag=tag)
             works.append(self._recorder.watch("send", send, launch))
         # Sends of the same kind that are gone by now let their arrays go.
         self._sends = {a: w for a, w in self._sends.items() if a.kind is not send.kind or not _all_done(w)}
@@ -132,37 +131,49 @@ class PointToPoint:
         Raises:
             RuntimeError: a posted receive was not consumed; it would eat the next step's message.
         """
-        left = [*self._headers, *self._posted]
-        if left:
+        if self._posted:
+            left = list(self._posted)
             raise RuntimeError(f"[rank {self.comm.rank}] at the end of a step these receives are not consumed: {left}")
         for send in list(self._sends):
             self.wait_sent(send)
         self._known.update(self._learned)
         self._learned.clear()
+        self._outputs.clear()
 
     def _expected(self, receive: Action) -> BundleSpec | None:
         x = self._inputs[receive.microbatch]
         if receive.kind is Kind.RECV_F:
             return self._known.get((receive.stage, x))
-        sent = self._known.get((receive.stage + 1, x)) or self._outputs.get((receive.stage, receive.microbatch))
+        send = receive.confirms  # what went forward has the shape of what comes back
+        assert send is not None
+        sent = self._known.get((send.partner.stage, x)) or self._outputs.get((send.stage, send.microbatch))
         return sent and sent.gradients
 
-    def _post_data(self, receive: Action, spec: BundleSpec) -> None:
-        launch = partial(self.comm.irecv, source=self._peer(receive), tag=self._tag(receive))
+    def _told(self, receive: Action) -> BundleSpec:
+        """Return the spec of a message that was posted without one: from its header, or known since."""
+        if receive in self._headers:
+            spec = BundleSpec.decode(self._headers.pop(receive).wait())
+            self._learned[receive.stage, self._inputs[receive.microbatch]] = spec
+            return spec
+        expected = self._expected(receive)
+        if expected is None:
+            raise RuntimeError(f"{receive} waits for the gradient of an output that was never sent")
+        return expected
+
+    def _post_data(self, receive: Action, spec: BundleSpec) -> tuple[BundleSpec, list[Work]]:
+        source, tag = self._route(receive)
+        launch = partial(self.comm.irecv, source=source, tag=tag)
         buffers = [self._xp.empty(part.shape, part.dtype) for part in spec.specs]
-        works = [self._recorder.watch("receive", receive, partial(launch, buffer)) for buffer in buffers]
-        self._posted[receive] = spec, works
+        return spec, [self._recorder.watch("receive", receive, partial(launch, buffer)) for buffer in buffers]
 
-    def _peer(self, action: Action) -> int:
-        towards = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
-        return self._rank_of(action.stage + towards)
-
-    def _tag(self, action: Action, lane: int | None = None) -> int:
-        """Number a message by its receiving stage, micro-batch and lane: 0 activation, 1 gradient, 2 header."""
-        step = {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
-        if lane is None:
-            lane = 0 if action.kind in (Kind.SEND_F, Kind.RECV_F) else 1
-        return ((action.stage + step) * self._num_microbatches + action.microbatch) * 3 + lane
+    def _route(self, action: Action) -> tuple[int, int]:
+        """Return a message's other rank, and its tag: a number for receiving stage, micro-batch, and which way."""
+        if action not in self._routes:
+            receive = action if action.kind.receives else action.partner
+            place = receive.stage * self._num_microbatches + receive.microbatch
+            lane = int(receive.kind is Kind.RECV_B)
+            self._routes[action] = self._rank_of(action.partner.stage), place * _LANES + lane
+        return self._routes[action]
 
 
 def _all_done(works: Sequence[Work]) -> bool:

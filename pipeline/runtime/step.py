@@ -1,22 +1,98 @@
-"""What one pass over a batch gives, and its state while it runs."""
+"""One step over a batch: what kind it is, what all ranks know of it, its state while it runs, and what it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from minigrad.backend import Array
+from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
 from pipeline.runtime.boundary import ArraySpec, Bundle
-from pipeline.runtime.handshake import StepInputs
 from pipeline.runtime.step_hooks import StepHooks
 from pipeline.schedules.action import Action
+
+Batch = Array | Sequence[Array]
+
+
+class Mode(Enum):
+    """What a step does with a batch.
+
+    Attributes:
+        has_loss: whether the last stage goes on from its output to the loss.
+        keeps_tapes: whether a backward follows.
+    """
+
+    TRAIN = "train", True, True  # forwards and backwards, in the order of the schedule
+    EVALUATE = "evaluate", True, False  # forwards to the loss
+    PREDICT = "predict", False, False  # forwards to the outputs
+    FORWARD = "forward", False, True  # forwards to the outputs; the caller starts their backward
+
+    def __init__(self, word: str, has_loss: bool, keeps_tapes: bool) -> None:
+        self.has_loss = has_loss
+        self.keeps_tapes = keeps_tapes
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What was given to a step, and what all ranks agree on.
+
+    Attributes:
+        inputs: this rank's micro-batches of x, if it was given x.
+        targets: of y, if it was given y.
+        specs: shape and dtype of the first stage's micro-batches, known on every rank.
+    """
+
+    inputs: list[Array] | None
+    targets: list[Array] | None
+    specs: list[ArraySpec]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each micro-batch."""
+        return [spec.shape[0] for spec in self.specs]
+
+
+@dataclass
+class StepState:
+    """The state of one step, from its handshake to its end. It holds all that the step makes, and goes with it.
+
+    Attributes:
+        weights: each micro-batch's share of the samples.
+        offsets: the place of its first sample in the batch.
+        hooks: those of the whole step.
+        between_ops: what lets messages move while this rank computes.
+        cotangents: where a backward starts: each micro-batch's weight in the mean loss, or what the caller gives.
+        made: outputs and gradients computed here and not yet sent or used, keyed by the send that carries them.
+        tied_before: the gradients of tied parameters from before this step, which must not be summed again.
+    """
+
+    mode: Mode
+    given: StepInputs
+    weights: list[float]
+    offsets: list[int]
+    hooks: StepHooks
+    between_ops: Hooks
+    keep_outputs: bool
+    input_grads: bool
+    cotangents: Sequence[Any]
+    made: dict[Action, Bundle] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    outputs: dict[int, Array] = field(default_factory=dict)
+    grads_of_input: dict[int, Array] = field(default_factory=dict)
+    tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)
+
+    @property
+    def num_microbatches(self) -> int:
+        """In how many parts this batch is cut."""
+        return len(self.weights)
 
 
 @dataclass(frozen=True)
 class PipelineOutput:
-    """What one pass over a batch gave, by micro-batch.
+    """What one step over a batch gave, by micro-batch.
 
     Attributes:
         losses: of each micro-batch, on every rank; empty where there was no loss.
@@ -35,34 +111,8 @@ class PipelineOutput:
         """The mean loss of the batch.
 
         Raises:
-            RuntimeError: the pass had none, as `forward` and `backward`.
+            RuntimeError: there was none, as in `forward` and `backward`.
         """
         if not self.losses:
             raise RuntimeError("a pass by pipe.forward() and pipe.backward() has no loss; pipe.run() gives one")
         return float(sum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)))
-
-
-@dataclass
-class StepState:
-    """The state of one pass over a batch, from its opening to its close.
-
-    Attributes:
-        made: outputs and gradients computed here and not yet sent or used, keyed by the send that carries them.
-        cotangents: where a backward starts: each micro-batch's weight in the mean loss, or what the caller gives.
-        tied_before: the gradients of tied parameters from before this pass, which must not be summed again.
-    """
-
-    opening: StepInputs
-    weights: list[float]
-    cotangents: Sequence[Any]
-    readiness: StepHooks
-    has_loss: bool
-    keep_outputs: bool
-    input_grads: bool
-    trains: bool
-    made: dict[Action, Bundle] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
-    outputs: dict[int, Array] = field(default_factory=dict)
-    output_specs: dict[int, ArraySpec] = field(default_factory=dict)
-    grads_of_input: dict[int, Array] = field(default_factory=dict)
-    tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)

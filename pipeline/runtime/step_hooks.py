@@ -19,11 +19,16 @@ from pipeline.schedules.action import Action, Kind
 
 
 def side_by_side(program: Sequence[Action]) -> list[list[Action]]:
-    """Group a program into what runs as one: W's of one stage in a row together, any other action alone."""
+    """Group a program into what runs as one: W's of one stage in a row, messages in a row; any other action alone."""
+
+    def together(last: Action, action: Action) -> bool:
+        if last.kind is action.kind is Kind.W:
+            return last.stage == action.stage
+        return not (last.kind.is_compute or action.kind.is_compute)
+
     groups: list[list[Action]] = []
     for action in program:
-        last = groups[-1][-1] if groups else action
-        if groups and last.kind is action.kind is Kind.W and last.stage == action.stage:
+        if groups and together(groups[-1][-1], action):
             groups[-1].append(action)
         else:
             groups.append([action])

@@ -1,7 +1,15 @@
-"""One entry of a schedule: what runs, on which stage, for which micro-batch.
+"""One entry of a schedule: what runs, on which stage, for which micro-batch; and who sends what to whom.
 
 Schedules, checks, the simulator and the executor all speak in these, so an order of work is plain data:
 it prints as `2F0`, parses back, and two of them can be compared. Nothing here runs anything.
+
+What crosses between stages follows from the action alone, and is said here alone. Of three stages, micro-batch 0:
+
+    departure   1F0 -> 1SEND_F0     1B0 -> 1SEND_B0     what takes the result of an action to another stage
+    partner     1SEND_F0 <-> 2RECV_F0                   the two ends of one message
+    carries     2RECV_F0 -> 1F0                         whose result a message is
+    arrival     1F0 -> 1RECV_F0     1B0 -> 1RECV_B0     what an action waits for
+    confirms    1RECV_B0 -> 1SEND_F0                    a gradient comes back only from where the output has arrived
 """
 
 from __future__ import annotations
@@ -31,6 +39,16 @@ class Kind(Enum):
     def is_compute(self) -> bool:
         """Tell compute from communication."""
         return self in (Kind.F, Kind.B, Kind.W, Kind.BW)
+
+    @property
+    def sends(self) -> bool:
+        """Tell the sending end of a message from all else."""
+        return self in (Kind.SEND_F, Kind.SEND_B)
+
+    @property
+    def receives(self) -> bool:
+        """Tell the receiving end of a message from all else."""
+        return self in (Kind.RECV_F, Kind.RECV_B)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -67,6 +85,51 @@ class Action:
             return B(self.stage, self.microbatch), W(self.stage, self.microbatch)
         return (self,)
 
+    @property
+    def partner(self) -> Action:
+        """The other end of a message: `1SEND_F2` and `2RECV_F2`.
+
+        Raises:
+            ValueError: this is no communication.
+        """
+        if self.kind not in _PARTNER:
+            raise ValueError(f"only messages have two ends, got {self}")
+        kind, step = _PARTNER[self.kind]
+        return Action(kind, self.stage + step, self.microbatch)
+
+    @property
+    def carries(self) -> Action:
+        """What made the data that a message carries.
+
+        Raises:
+            ValueError: this is no communication.
+        """
+        send = self if self.kind.sends else self.partner
+        return Action(Kind.F if send.kind is Kind.SEND_F else Kind.B, send.stage, send.microbatch)
+
+    @property
+    def confirms(self) -> Action | None:
+        """The send that is complete once this gradient is received; None for any other action."""
+        return Action(Kind.SEND_F, self.stage, self.microbatch) if self.kind is Kind.RECV_B else None
+
+    def arrival(self, num_stages: int) -> Action | None:
+        """Return the receive that brings what this waits for from another stage; None where nothing is to come."""
+        match self.kind:
+            case Kind.F if self.stage > 0:
+                return Action(Kind.RECV_F, self.stage, self.microbatch)
+            case Kind.B | Kind.BW if self.stage + 1 < num_stages:
+                return Action(Kind.RECV_B, self.stage, self.microbatch)
+        return None
+
+    def departure(self, num_stages: int) -> Action | None:
+        """Return the send that takes what this made to another stage; None where nobody needs it."""
+        match self.kind:
+            case Kind.F if self.stage + 1 < num_stages:
+                return Action(Kind.SEND_F, self.stage, self.microbatch)
+            case Kind.B | Kind.BW if self.stage > 0:
+                return Action(Kind.SEND_B, self.stage, self.microbatch)
+        return None
+
     def needs(self, num_stages: int) -> list[Action]:
         """List the parts that must be done before this compute action can run.
 
@@ -75,16 +138,24 @@ class Action:
         Raises:
             ValueError: this is communication, which waits for messages and not for actions.
         """
-        stage, microbatch = self.stage, self.microbatch
+        if not self.kind.is_compute:
+            raise ValueError(f"an order holds compute actions only (F, B, W, BW), got {self}")
+        arrival = self.arrival(num_stages)
+        from_another = [] if arrival is None else [arrival.carries]
         match self.kind:
             case Kind.F:
-                return [F(stage - 1, microbatch)] if stage > 0 else []
-            case Kind.B | Kind.BW:
-                upstream = [B(stage + 1, microbatch)] if stage + 1 < num_stages else []
-                return [F(stage, microbatch), *upstream]
+                return from_another
             case Kind.W:
-                return [B(stage, microbatch)]
-        raise ValueError(f"an order holds compute actions only (F, B, W, BW), got {self}")
+                return [B(self.stage, self.microbatch)]
+        return [F(self.stage, self.microbatch), *from_another]
+
+
+_PARTNER = {  # and the step to its stage
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
 
 
 def F(stage: int, microbatch: int) -> Action:

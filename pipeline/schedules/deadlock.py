@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from pipeline.schedules.action import Action, Kind, Placement, ScheduleError
+from pipeline.schedules.action import Action, Placement, ScheduleError
 
-_MADE_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
 _CONTEXT = 2  # steps that a counter-example shows on either side of the one at fault
 
 
@@ -107,26 +106,22 @@ class _World:
         for index, step in enumerate(steps[:end]):
             if isinstance(step, Collective):
                 yield self._call(rank, index, step)
-                continue
-            match step.kind:
-                case Kind.RECV_F | Kind.RECV_B:
-                    self.posted[rank, step] += 1
-                case Kind.SEND_F | Kind.SEND_B:
-                    maker = Action(_MADE_BY[step.kind], step.stage, step.microbatch)
-                    if maker not in done:
-                        self._refuse(rank, steps, index, f"sends {step} before {maker} has made it")
-                    sent[step] = None
-                    self.started[self._message(rank, step)] += 1
-                    if synchronous_sends:
-                        yield self._sent(rank, index, step)
-                case Kind.F:
-                    yield from self._arrival(rank, index, Action(Kind.SEND_F, step.stage - 1, step.microbatch))
-                case Kind.B | Kind.BW:
-                    yield from self._arrival(rank, index, Action(Kind.SEND_B, step.stage + 1, step.microbatch))
-                    forward = Action(Kind.SEND_F, step.stage, step.microbatch)
-                    if forward in sent:
-                        yield self._sent(rank, index, forward)
-            done.update(step.parts)
+            elif step.kind.receives:
+                self.posted[rank, step] += 1
+            elif step.kind.sends:
+                if step.carries not in done:
+                    self._refuse(rank, steps, index, f"sends {step} before {step.carries} has made it")
+                sent[step] = None
+                self.started[self._message(rank, step)] += 1
+                if synchronous_sends:
+                    yield self._sent(rank, index, step)
+            else:
+                arrival = step.arrival(self.num_stages)
+                if arrival is not None and self._neighbour(rank, arrival.partner.stage) != rank:
+                    yield from self._arrival(rank, index, arrival)
+                    if arrival.confirms in sent:
+                        yield self._sent(rank, index, arrival.confirms)
+                done.update(step.parts)
         for send in sent:
             yield self._sent(rank, end, send)
         for index, step in enumerate(steps[:end]):
@@ -145,19 +140,14 @@ class _World:
 
     def _message(self, rank: int, send: Action) -> tuple[int, Action]:
         """Return what a send of this rank goes by."""
-        kind, step = (Kind.RECV_F, 1) if send.kind is Kind.SEND_F else (Kind.RECV_B, -1)
-        receive = Action(kind, send.stage + step, send.microbatch)
-        return self._neighbour(rank, receive.stage), receive
+        return self._neighbour(rank, send.partner.stage), send.partner
 
-    def _arrival(self, rank: int, index: int, send: Action) -> Iterator[_Wait]:
-        """Wait for what another rank sends, if it is another's."""
-        if not 0 <= send.stage < self.num_stages or self._neighbour(rank, send.stage) == rank:
-            return
-        source = self._neighbour(rank, send.stage)
-        message = self._message(source, send)
+    def _arrival(self, rank: int, index: int, receive: Action) -> Iterator[_Wait]:
+        """Wait until a receive is posted and its message has started."""
+        source, message = self._neighbour(rank, receive.partner.stage), (rank, receive)
         count = self.taken[message] + 1
-        yield _Wait(index, message[1], lambda: [rank] * (self.posted[message] < count))
-        yield _Wait(index, send, lambda: [source] * (self.started[message] < count))
+        yield _Wait(index, receive, lambda: [rank] * (self.posted[message] < count))
+        yield _Wait(index, receive.partner, lambda: [source] * (self.started[message] < count))
         self.taken[message] = count
 
     def _sent(self, rank: int, index: int, send: Action) -> _Wait:

@@ -6,12 +6,9 @@ keeps communication out of every schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from pipeline.schedules.action import Action, Kind, Placement
-
-_RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
-_SEND = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1)}  # and the step to the stage that it goes to
+from pipeline.schedules.action import Action, Placement
 
 
 def lower(
@@ -39,36 +36,24 @@ def lower(
     """
     if lookahead < 0:
         raise ValueError(f"lookahead must be at least 0, got {lookahead}")
-    num_ranks = len(orders)
-
-    def owner(stage: int) -> int:
-        return rank_of(stage, num_ranks)
-
-    return [_program(order, rank, owner, num_stages, lookahead) for rank, order in enumerate(orders)]
+    for action in (action for order in orders for action in order):
+        if not action.kind.is_compute:
+            raise ValueError(f"an order holds compute actions only (F, B, W, BW), got {action}")
+    return [_program(order, rank, rank_of, len(orders), num_stages, lookahead) for rank, order in enumerate(orders)]
 
 
 def _program(
-    order: Sequence[Action], rank: int, owner: Callable[[int], int], num_stages: int, lookahead: int
+    order: Sequence[Action], rank: int, rank_of: Placement, num_ranks: int, num_stages: int, lookahead: int
 ) -> list[Action]:
-    receives = [
-        [
-            Action(_RECEIVE[need.kind], action.stage, action.microbatch)
-            for need in action.needs(num_stages)
-            if owner(need.stage) != rank
-        ]
-        for action in order
-    ]
+    def across_ranks(message: Action | None) -> list[Action]:
+        return [] if message is None or rank_of(message.partner.stage, num_ranks) == rank else [message]
+
+    receives = [across_ranks(action.arrival(num_stages)) for action in order]
     program: list[Action] = []
     posted = 0
     for index, action in enumerate(order):
         for received in receives[posted : index + lookahead + 1]:
             program += received
         posted = index + lookahead + 1
-        program.append(action)
-        for part in action.parts:
-            if part.kind in _SEND:
-                send, step = _SEND[part.kind]
-                neighbour = action.stage + step
-                if 0 <= neighbour < num_stages and owner(neighbour) != rank:
-                    program.append(Action(send, action.stage, action.microbatch))
+        program += [action, *across_ranks(action.departure(num_stages))]
     return program

@@ -64,6 +64,50 @@ def test_needs_in_three_stages(action, needs):
     assert action.needs(num_stages=3) == needs
 
 
+SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "carried"),
+    [
+        (Action(SEND_F, 1, 5), Action(RECV_F, 2, 5), F(1, 5)),
+        (Action(SEND_B, 1, 5), Action(RECV_B, 0, 5), B(1, 5)),
+    ],
+)
+def test_the_two_ends_of_a_message_and_what_it_carries(send, receive, carried):
+    assert (send.partner, receive.partner) == (receive, send)
+    assert send.carries == receive.carries == carried
+    assert (send.kind.sends, send.kind.receives, receive.kind.sends, receive.kind.receives) == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("action", "arrival", "departure"),
+    [
+        (F(0, 5), None, Action(SEND_F, 0, 5)),
+        (F(1, 5), Action(RECV_F, 1, 5), Action(SEND_F, 1, 5)),
+        (F(2, 5), Action(RECV_F, 2, 5), None),
+        (BW(0, 5), Action(RECV_B, 0, 5), None),
+        (B(1, 5), Action(RECV_B, 1, 5), Action(SEND_B, 1, 5)),
+        (BW(2, 5), None, Action(SEND_B, 2, 5)),
+        (W(1, 5), None, None),
+    ],
+)
+def test_what_comes_and_goes_in_three_stages(action, arrival, departure):
+    assert action.arrival(3) == arrival
+    assert action.departure(3) == departure
+
+
+def test_a_gradient_confirms_the_send_of_its_output():
+    assert Action(RECV_B, 1, 5).confirms == Action(SEND_F, 1, 5)
+    assert Action(RECV_F, 1, 5).confirms is None
+
+
+def test_what_computes_has_no_other_end():
+    for ask in (lambda: F(1, 2).partner, lambda: F(1, 2).carries):
+        with pytest.raises(ValueError, match="only messages have two ends, got 1F2"):
+            ask()
+
+
 def test_communication_has_no_needs():
     with pytest.raises(ValueError, match=r"compute actions only .*got 1SEND_F2"):
         Action(Kind.SEND_F, 1, 2).needs(num_stages=3)

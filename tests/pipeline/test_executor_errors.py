@@ -18,7 +18,7 @@ from toy_pipeline import (
 )
 
 import minigrad as mg
-from distributed import LocalWorld
+from distributed import LocalWorld, SoloCommunicator
 from minigrad import rng
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 from pipeline.runtime.microbatch import split
@@ -120,6 +120,65 @@ def test_a_second_forward_is_refused_until_the_backward(ranks, name):
 
     message = r"a forward still waits for pipe.backward\(\): a new pass would use its micro-batches twice"
     check_refused(ranks, second, RuntimeError, message, before=forward, after=backward)
+
+
+def test_a_forward_whose_backward_will_not_come_can_be_given_up(ranks):
+    def give_up(pipe):
+        pipe.cancel()
+        assert sum(stage.num_in_flight for stage in pipe.stages) == 0
+
+    def after(pipe):
+        pipe.cancel()  # nothing is left to give up
+        forward(pipe)
+        backward(pipe)
+
+    check_refused(ranks, backward, *STEP_MISTAKES[backward], before=lambda pipe: (forward(pipe), give_up(pipe)))
+    check_refused(
+        ranks, no_input, *STEP_MISTAKES[no_input], before=lambda pipe: (forward(pipe), give_up(pipe), after(pipe))
+    )
+
+
+class InterruptError(Exception):
+    """What a test raises in the middle of a step."""
+
+
+def fail(*_):
+    raise InterruptError
+
+
+BREAKS = {
+    "loss": lambda pipe: pipe.step(X, Y),
+    "hook": lambda pipe: pipe.step(X, Y, hooks=mg.Hooks(on_grad_ready=fail)),
+    "backward": lambda pipe: pipe.backward(np.ones((7, 2)), hooks=mg.Hooks(between_ops=fail)),
+}
+
+
+@pytest.mark.parametrize("where", BREAKS)
+def test_after_an_error_in_mid_step_the_next_one_is_right(where):
+    loss, grads = gradients_in_one_process(four_layers(), split(X, 3), split(Y, 3), mg.mse)
+    pipe = connect(SoloCommunicator(), four_layers(), schedule="zero_bubble_h1")
+    if where == "loss":
+        pipe.loss_fn = fail
+    if where == "backward":
+        pipe.forward(X)
+    with pytest.raises(InterruptError):
+        BREAKS[where](pipe)
+    assert sum(stage.num_in_flight for stage in pipe.stages) == 0
+    pipe.loss_fn = mg.mse
+    mg.flat.zero_grad(pipe.stages.parameters())
+    np.testing.assert_allclose(pipe.step(X, Y), loss, rtol=1e-12)
+    check_grads(pipe, grads)
+
+
+def test_after_an_error_on_one_of_several_ranks_a_new_executor_is_needed():
+    def program(comm):
+        pipe = connect(comm, four_layers(), loss_fn=fail)
+        with pytest.raises(TimeoutError if comm.rank == 0 else InterruptError):
+            pipe.step(X, Y)
+        with pytest.raises(RuntimeError, match=r"a step of this executor ended in an error.*make a new Pipeline"):
+            pipe.step(X, Y)
+
+    LocalWorld(2, timeout_seconds=0.2).run(program)
 
 
 def test_a_second_backward_is_refused(ranks):

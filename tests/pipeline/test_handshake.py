@@ -1,4 +1,4 @@
-"""How a step opens: what all ranks know afterwards, and one line on every rank for a mistake on any of them."""
+"""How a step begins: what all ranks know afterwards, and one line on every rank for a mistake on any of them."""
 
 import contextlib
 import re
@@ -9,23 +9,19 @@ import pytest
 from minigrad import rng
 from pipeline import SCHEDULES, Schedule, ScheduleError
 from pipeline.runtime.boundary import ArraySpec
-from pipeline.runtime.handshake import agree_on_orders, shake_hands
+from pipeline.runtime.handshake import Handshake, agree_on_orders
+from pipeline.runtime.step import Mode
 
 M = 3
 X, Y = np.zeros((7, 5), np.float32), np.zeros((7, 2))
 
 
-def open_on(comm, x, y, **changed):
-    """Open a step in which the first rank reads x and the last one y."""
-    arguments = {
-        "num_microbatches": M,
-        "needs_x": comm.rank == 0,
-        "needs_y": comm.rank == comm.size - 1,
-        "has_loss_fn": True,
-        "first_rank": 0,
-        "tied": {},
-    }
-    return shake_hands(comm, x, y, **(arguments | changed))
+def open_on(comm, x, y, *, mode=Mode.TRAIN, **changed):
+    """Begin a step in which the first rank reads x and the last one y."""
+    handshake = Handshake(
+        comm, num_microbatches=M, first_rank=0, holds_first=comm.rank == 0, holds_last=comm.rank == comm.size - 1
+    )
+    return handshake.begin(mode, x, y, **({"has_loss_fn": True, "tied": {}} | changed))
 
 
 def on_ends(comm, x=X, y=Y):
@@ -39,8 +35,8 @@ def shapes(arrays):
 
 def test_the_shapes_of_x_are_known_on_every_rank(ranks):
     def program(comm):
-        opening = open_on(comm, *on_ends(comm))
-        return opening.specs, opening.sizes, shapes(opening.inputs), shapes(opening.targets)
+        given = open_on(comm, *on_ends(comm))
+        return given.specs, given.sizes, shapes(given.inputs), shapes(given.targets)
 
     for rank, (specs, sizes, inputs, targets) in enumerate(ranks.run(program)):
         assert specs == [ArraySpec((n, 5), np.dtype(np.float32)) for n in (3, 2, 2)]
@@ -63,11 +59,11 @@ def test_all_ranks_may_give_the_same_batch(ranks):
 
 
 def test_without_a_loss_no_targets_are_needed(ranks):
-    ranks.run(lambda comm: open_on(comm, X, None, needs_y=False))
+    ranks.run(lambda comm: open_on(comm, X, None, mode=Mode.FORWARD))
 
 
 def test_float_inputs_may_have_gradients(ranks):
-    ranks.run(lambda comm: open_on(comm, [X, Y, X + 1], None, needs_y=False, input_grads=True))
+    ranks.run(lambda comm: open_on(comm, [X, Y, X + 1], None, mode=Mode.FORWARD, input_grads=True))
 
 
 def mixed(dtype):

@@ -12,7 +12,7 @@ import minigrad as mg
 from distributed import Mesh
 from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import Hooks, nn
-from pipeline import BW, SCHEDULES, Action, B, F, PipelineExecutor, PipelineStage, Schedule, W
+from pipeline import BW, SCHEDULES, Action, B, F, Kind, PipelineExecutor, PipelineStage, Schedule, W
 from pipeline.runtime.step_hooks import side_by_side
 
 
@@ -96,6 +96,11 @@ def test_a_program_runs_the_weight_halves_of_a_stage_that_stand_in_a_row_as_one(
     wanted: list[list[Action]] = [[program[0]], [program[1]], program[2:4], *([action] for action in program[4:])]
     assert side_by_side(program) == wanted
     assert side_by_side([]) == []
+
+
+def test_messages_in_a_row_are_one_too() -> None:
+    first, second = Action(Kind.SEND_F, 0, 0), Action(Kind.RECV_B, 0, 0)
+    assert side_by_side([F(0, 0), first, second, F(0, 1), first]) == [[F(0, 0)], [first, second], [F(0, 1)], [first]]
 
 
 @pytest.mark.ranks(4)
