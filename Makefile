@@ -19,6 +19,9 @@ MPIRUN := $(if $(filter system,$(MPI)),mpirun,.venv/bin/mpirun)
 # MPICH allows both and does not know these flags. Recursive (=): asked only when a recipe runs, after setup.
 MPIRUN_FLAGS = $(if $(findstring Open MPI,$(shell $(MPIRUN) --version 2>&1)),--oversubscribe --bind-to none)
 
+# Open MPI's mpirun kills its ranks a moment after a Ctrl-C.
+CTRL_C = $(if $(MPIRUN_FLAGS),$(PY) examples/common/ctrl_c.py )
+
 # A progress bar where somebody looks. Open MPI holds it back until a line is full, unless it is told not to.
 BAR = $(shell test -t 2 && echo --progress bar)
 STREAM = $(if $(BAR),$(if $(findstring (Open MPI) 5,$(shell $(MPIRUN) --version 2>&1)),--stream-buffering 0))
@@ -52,7 +55,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags
-	$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(STREAM) $(PY) -m mpi4py examples/train_gpt.py --device $(DEVICE) $(BAR) $(ARGS)
+	$(CTRL_C)$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(STREAM) $(PY) -m mpi4py examples/train_gpt.py --device $(DEVICE) $(BAR) $(ARGS)
 
 recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of the processes that it names; needs MPI=openmpi
 	$(PY) -m distributed.recovery -n $(RANKS) examples/gpt_recovery.py $(if $(findstring --dp,$(ARGS)),,$(ARGS))

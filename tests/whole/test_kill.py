@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ pytestmark = [needs_mpirun, pytest.mark.skipif(sys.platform != "linux", reason="
 class Job:
     """A run on two ranks that goes on, in its folder, where it was killed."""
 
-    def __init__(self, folder: Path, layout: str, *, steps: int) -> None:
+    def __init__(self, folder: Path, layout: str, *, steps: int, before: Sequence[str] = ()) -> None:
         self.metrics = folder / "metrics.jsonl"
         self._folder = folder
         arguments = [*SIZES.split(), *LAYOUTS[layout].split(), "--steps", str(steps)]
@@ -39,7 +39,7 @@ class Job:
         assert MPIRUN is not None
         self._log = (folder.parent / f"{folder.name}.log").open("a")
         self.process = subprocess.Popen(
-            [MPIRUN, "-n", "2", *command],
+            [*before, MPIRUN, "-n", "2", *command],
             cwd=folder.parent,
             env=environ(),
             stdout=self._log,
@@ -155,6 +155,19 @@ def test_sigterm_to_one_rank_saves_and_ends_the_run(tmp_path: Path) -> None:
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{done:08d}\n"
     assert Job(folder, "pp", steps=done + 3).wait() == 0, _log(folder)
     assert len(curve(folder)) == done + 3
+
+
+def test_one_ctrl_c_of_make_train_saves_and_ends_the_run(tmp_path: Path) -> None:
+    """Open MPI's mpirun alone would kill its ranks in the step that is under way, whatever they do on a signal."""
+    launcher = [sys.executable, str(ROOT / "examples" / "common" / "ctrl_c.py")]
+    job = Job(tmp_path / "run", "dp", steps=10_000, before=launcher)
+    while _num_lines(job.metrics) < 3:
+        assert job.process.poll() is None, _log(tmp_path / "run")
+        time.sleep(0.01)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 0, _log(tmp_path / "run")
+    done = len(curve(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{done:08d}\n"
 
 
 @pytest.mark.soak

@@ -61,7 +61,8 @@ def test_help_is_the_default_and_lists_every_target(folder: Path) -> None:
 def test_later_calls_use_the_mpi_that_was_set_up(folder: Path, mpi: str, mpirun: str, flags: str) -> None:
     set_up(folder, mpi)
     train = " ".join(make(folder, "-n", "train").stdout.split())
-    assert train.startswith(f"{mpirun} -n 2{flags} .venv/bin/python -m mpi4py examples/train_gpt.py ")
+    ctrl_c = ".venv/bin/python examples/common/ctrl_c.py " if flags else ""
+    assert train.startswith(f"{ctrl_c}{mpirun} -n 2{flags} .venv/bin/python -m mpi4py examples/train_gpt.py ")
     assert train.endswith(" --dp 2")
     assert f"{mpirun} -n $ranks{flags} .venv/bin/python -m pytest " in " ".join(
         make(folder, "-n", "test-mpi").stdout.split()
