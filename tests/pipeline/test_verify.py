@@ -83,11 +83,11 @@ def test_a_wrong_micro_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_reduction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(reset: Any) -> Any:
-        return lambda self, share=None: reset(self, share * 1.01 if self.comm.rank == 1 else share)
+    def broken(start: Any) -> Any:
+        return lambda self, reached, share: start(self, reached, share * 1.01 if self.comm.rank == 1 else share)
 
     message = r"^\[rank 0\] .*step 0: the gradient of 'embed.position' .*micro-batches are right, so their reduction"
-    expect(monkeypatch, GradientBucketManager, "reset", broken, message)
+    expect(monkeypatch, GradientBucketManager, "start", broken, message)
 
 
 def test_a_tied_parameter_that_is_not_summed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
