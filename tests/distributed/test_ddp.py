@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import minigrad as mg
+from common.settings import LayoutSettings
 from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, broadcast_params
 from distributed.data_parallel.comm_hooks import compressed
 from minigrad.flat import zero_grad
@@ -613,6 +614,33 @@ def test_a_comm_hook_decides_how_buckets_travel(ranks):
     ranks.run(program)
 
 
+@pytest.mark.ranks(2, 3)
+def test_gradients_live_in_the_memory_that_is_reduced_fastest(ranks):
+    def program(comm):
+        model = Weights(a=np.zeros(2), b=np.zeros(3, np.float32), c=np.zeros(4))
+        taken = []
+        lend = type(comm).buffer
+
+        class Lender(type(comm)):
+            def buffer(self, num_elements, dtype):
+                taken.append(lend(self, num_elements, dtype))
+                return taken[-1]
+
+        comm.duplicate = lambda: lent(type(comm).duplicate(comm))
+
+        def lent(duplicate):
+            duplicate.__class__ = Lender
+            return duplicate
+
+        ddp = DistributedDataParallel(model, comm)
+        assert sorted((memory.size, memory.dtype.name) for memory in taken) == [(3, "float32"), (6, "float64")]
+        for p in ddp.params:
+            p.grad_view()
+            assert any(np.shares_memory(p.grad, memory) for memory in taken)
+
+    ranks.run(program)
+
+
 def test_half_precision_rounds_gradients_and_nothing_else(ranks):
     def program(comm):
         values = np.random.default_rng(comm.rank).standard_normal(1000)
@@ -627,6 +655,23 @@ def test_half_precision_rounds_gradients_and_nothing_else(ranks):
         np.testing.assert_array_equal(copies, np.broadcast_to(model.w.grad, copies.shape))
 
     ranks.run(program)
+
+
+def test_most_of_a_default_gpt_travels_while_its_backward_still_computes():
+    """Buckets that are too large launch all at the end, and nothing is hidden."""
+    defaults = LayoutSettings()
+    config = GPTConfig(defaults.vocab, 8, defaults.layers, defaults.heads, defaults.width)
+    model = GPT(config)
+    for options in ({}, {"bucket_bytes": int(defaults.bucket_mb * 2**20)}):
+        ddp = DistributedDataParallel(model, SoloCommunicator(), **options)
+        launched: list[int] = []
+        look = mg.Hooks(between_ops=lambda ddp=ddp, launched=launched: launched.append(ddp.buckets.num_launched))
+        ids = np.arange(8).reshape(1, 8)
+        mg.backward_with_hooks(mg.cross_entropy(model(ids), ids), ddp.hooks(num_samples=1) + look)
+        assert launched[len(launched) // 2] >= ddp.buckets.num_buckets // 3 >= 3
+        assert launched[-5] >= ddp.buckets.num_buckets - 2  # the last, small ones: embeddings
+        ddp.wait()
+        zero_grad(ddp.params)
 
 
 # Calls in the wrong order
