@@ -1,1 +1,1 @@
-"""The command line, `python -m pipeline`: a file a command."""
+"""The command line, one file a command; `main` puts them together, the `flags` read values."""

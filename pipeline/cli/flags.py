@@ -15,6 +15,13 @@ from pipeline.schedules.csv_file import load
 from pipeline.schedules.schedule import Schedule
 
 Numbers = list[float] | float
+MOST_LETTERS = 60
+MOST_ACTIONS = 1_000_000  # that a command looks at, so that a slip of the finger does not fill the memory
+
+
+def shortened(text: str) -> str:
+    """Cut what somebody typed to what fits on a line."""
+    return text if len(text) <= MOST_LETTERS else text[:MOST_LETTERS] + "..."
 
 
 def count(text: str) -> int:
@@ -24,7 +31,7 @@ def count(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {shortened(text)!r}")
     return value
 
 
@@ -35,7 +42,9 @@ def _numbers(what: str, allows: Callable[[float], bool], *, commas: bool = False
         except ValueError:
             values = [math.nan]  # which no rule allows
         if not all(map(allows, values)):
-            raise argparse.ArgumentTypeError(f"must be {what}{', or several with commas' * commas}, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"must be {what}{', or several with commas' * commas}, got {shortened(text)!r}"
+            )
         return values if len(values) > 1 else values[0]
 
     return read
@@ -79,6 +88,19 @@ def check_length(flag: str, value: Numbers, count: int, of_what: str) -> None:
         raise ValueError(f"{flag} must be one number or one for each of {count} {of_what}, got {len(value)} numbers")
 
 
+def check_size(num_actions: int) -> None:
+    """Check that a schedule is not too large to look at.
+
+    Raises:
+        ValueError: it has too many actions.
+    """
+    if num_actions > MOST_ACTIONS:
+        raise ValueError(
+            f"stages times micro-batches must make at most {MOST_ACTIONS:,} actions, got about {num_actions:,}: "
+            "fewer --stages or --microbatches"
+        )
+
+
 def find_schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
     """Find a schedule by its name, or read it from a file.
 
@@ -101,6 +123,7 @@ def orders_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list
     Raises:
         ValueError: the schedule does not allow these sizes, in the words of the command line.
     """
+    check_size(2 * schedule.num_stages(num_ranks) * num_microbatches)
     try:
         return schedule.orders(num_ranks, num_microbatches)
     except ValueError as rule:

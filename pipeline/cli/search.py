@@ -13,6 +13,7 @@ from pipeline.schedules.problem import Problem
 from pipeline.schedules.schedule import round_robin, v_shape
 from pipeline.schedules.search import MEASURES, Found, search
 
+HELP = "find the shortest order for given times, links and memory, and how short it could be"
 PLACEMENTS: dict[str, tuple[int, Placement]] = {"one": (1, round_robin), "loop": (2, round_robin), "v": (2, v_shape)}
 """Stages a rank, and where they are."""
 

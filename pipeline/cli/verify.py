@@ -16,6 +16,7 @@ from pipeline.cli import flags
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 from pipeline.verify import Case, MismatchError, verify
 
+HELP = "train a model in this layout and in one process, and name the first difference"
 NUM_STEPS = 3
 BATCH = 24
 
@@ -89,14 +90,22 @@ def find_case(name: str) -> Case:
     sys.path.insert(0, "")  # as `python -c` does: a module of the folder that the command is run in
     try:
         function: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"the model {name!r} cannot be found: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module's own code does
+        raise ValueError(f"the model {name!r} cannot be found: {one_line(error)}") from error
     if not callable(function):
         raise ValueError(f"{name} must be a function, got {type(function).__name__}")
-    case = function()
+    try:
+        case = function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name}() must return a pipeline.verify.Case, but ended in {one_line(error)}") from error
     if not isinstance(case, Case):
         raise ValueError(f"{name} must return a pipeline.verify.Case, got {type(case).__name__}")
     return case
+
+
+def one_line(error: BaseException) -> str:
+    """Say what an exception says, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _small_gpt() -> Case:

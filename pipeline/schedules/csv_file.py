@@ -19,6 +19,9 @@ from pipeline.schedules.drawing.text import draw_order
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.validate import validate
 
+MOST_LETTERS = 40  # of a cell
+MOST_CHARACTERS = 16 << 20  # of a file
+
 
 def dump(orders: Sequence[Sequence[Action]]) -> str:
     """Write orders, or programs, as text."""
@@ -32,7 +35,11 @@ def parse(text: str) -> list[list[Action]]:
         ScheduleError: a cell is no action; the grid is drawn with the cell marked.
     """
     kinds = ", ".join(kind.value for kind in Kind if kind.is_compute)  # a schedule's own; `lower` adds the others
-    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(text.strip().splitlines())]
+    try:
+        table = list(csv.reader(text.strip().splitlines()))
+    except csv.Error as error:
+        raise ScheduleError(f"a schedule must be a table of cells with commas between: {error}") from None
+    rows = [[_shortened(cell.strip()) for cell in row if cell.strip()] for row in table]
     orders: list[list[Action]] = []
     for rank, row in enumerate(rows):
         orders.append([])
@@ -45,6 +52,11 @@ def parse(text: str) -> list[list[Action]]:
                     f"{rule}; got {cell!r} on rank {rank}\n{draw_order(rows, [(rank, index)])}", [(rank, index)]
                 ) from None
     return orders
+
+
+def _shortened(cell: str) -> str:
+    """Cut a cell that is no action anyway, so that the drawing of the fault stays one."""
+    return cell if len(cell) <= MOST_LETTERS else cell[:MOST_LETTERS] + "..."
 
 
 def from_text(text: str, name: str) -> Schedule:
@@ -69,6 +81,8 @@ def from_text(text: str, name: str) -> Schedule:
         return rank_of[stage]
 
     try:
+        if num_stages == 0:
+            raise ScheduleError("a schedule has at least one action, got none")
         for rank in range(num_ranks):
             num_owned = sum(owned_by == rank for owned_by in rank_of.values())
             if num_owned * num_ranks != num_stages:
@@ -97,7 +111,10 @@ def load(path: str | PathLike[str]) -> Schedule:
     """
     name = Path(path).name
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets write a mark in front
+        with Path(path).open(encoding="utf-8-sig") as file:  # spreadsheets write a mark in front
+            text = file.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError:
         raise ScheduleError(f"{name}: a schedule must be text in UTF-8") from None
+    if len(text) > MOST_CHARACTERS:
+        raise ScheduleError(f"{name}: a schedule must have at most {MOST_CHARACTERS:,} characters")
     return from_text(text, name)

@@ -205,6 +205,8 @@ def simulate(
             start = max(start, end if maker == rank else end + transfer[min(need.stage, action.stage)])
         end = start + sum(times[part.kind][action.stage] for part in action.parts)
         rows[rank].append(Timed(action, start, end))
+        if not start < end < math.inf:
+            raise ValueError(f"the times differ by more than numbers can tell: {action} from {start:g} to {end:g}")
         made.update(dict.fromkeys(action.parts, (rank, end)))
     return Timeline(rows)
 

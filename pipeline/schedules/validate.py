@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import product
 
 from pipeline.schedules.action import Action, Kind, Placement, ScheduleError
 from pipeline.schedules.drawing.text import draw_order
@@ -100,7 +99,10 @@ def _check_complete(
     rank_of: Placement,
     kinds: Iterable[Kind],
 ) -> None:
-    for stage, microbatch, kind in product(range(num_stages), range(num_microbatches), kinds):
+    # One after the other: a slip of the finger in a number must not make a list of all that is missing.
+    for stage, microbatch, kind in (
+        (s, i, k) for s in range(num_stages) for i in range(num_microbatches) for k in kinds
+    ):
         if Action(kind, stage, microbatch) not in done:
             rank = rank_of(stage, len(orders))
             raise ScheduleError(

@@ -25,7 +25,8 @@ INK, MUTED, IDLE, PAPER = "#1f2933", "#616e7c", "#e9edf1", "#ffffff"
 MARGIN, LABEL_WIDTH = 16.0, 52.0
 ROW_HEIGHT, ROW_GAP = 26.0, 6.0
 HEAD_HEIGHT, LEGEND_HEIGHT = 50.0, 30.0
-SHORTEST = 22.0  # width of the shortest action
+SHORTEST = 22.0  # width of the shortest action, unless that makes the whole wider than:
+WIDEST = 20_000.0
 DIGIT_WIDTH = 7.0  # with the room that it needs
 """Lengths in points."""
 
@@ -74,7 +75,8 @@ def picture(timeline: Timeline, title: str, *, scale: float | None = None) -> Pi
     words: list[Words] = []
     left = MARGIN + LABEL_WIDTH
     if scale is None:
-        scale = SHORTEST / min(end - start for row in timeline.rows for _, start, end in row)
+        shortest = min(end - start for row in timeline.rows for _, start, end in row)
+        scale = min(SHORTEST / shortest, WIDEST / timeline.makespan)
     right = left + scale * timeline.makespan
     words += [
         Words(MARGIN, MARGIN + 7, title, 15, INK, bold=True),

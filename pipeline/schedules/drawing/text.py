@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.schedules.action import Action
 from pipeline.schedules.simulate import Timeline
+
+MOST_LETTERS = 1_000_000  # of a drawing against time
+MOST_CELLS = 400  # of orders that are drawn whole
+CONTEXT = 4  # cells on either side of a marked one where they are not
 
 
 def draw(timeline: Timeline) -> str:
@@ -16,6 +20,9 @@ def draw(timeline: Timeline) -> str:
 
     The shortest action is one column wide and the others in proportion; space is idle time. A full backward is a
     wide B. A rank with several stages names the stage first, as in `2F0`.
+
+    Raises:
+        ValueError: it would have more than MOST_LETTERS, because the times differ so much or there are so many.
     """
     several_stages = any(len({action.stage for action, _, _ in row}) > 1 for row in timeline.rows)
 
@@ -27,19 +34,26 @@ def draw(timeline: Timeline) -> str:
     shortest = min(end - start for row in timeline.rows for _, start, end in row)
     column = 1 + max(len(label(action)) for row in timeline.rows for action, _, _ in row)  # with its bar
 
+    num_letters = timeline.makespan / shortest * column * len(timeline.rows)
+    if not num_letters <= MOST_LETTERS:
+        raise ValueError(
+            f"a drawing has at most {MOST_LETTERS:,} letters, got {num_letters:,.3g}: the shortest action takes "
+            f"{shortest:g} of {timeline.makespan:g} in all, on {len(timeline.rows)} ranks"
+        )
+
     def place(time: float) -> int:
         # Rounding down keeps every action at least a column wide; the last term is for times that are
         # a rounding error below a whole column.
         return int(time / shortest * column + 1e-6)
 
-    lines = []
-    for row in timeline.rows:
+    lines = {}
+    for rank, row in enumerate(timeline.rows):
         line = [" "] * (place(row[-1].end) + 1)
         for action, start, end in row:
             left, right = place(start), place(end)
             line[left] = line[right] = "|"
             line[left + 1 : right] = label(action).ljust(right - left - 1)
-        lines.append("".join(line))
+        lines[rank] = "".join(line)
     return _with_rank_numbers(lines)
 
 
@@ -58,13 +72,19 @@ def draw_order(orders: Sequence[Sequence[Action | str]], mark: Collection[tuple[
         return (f"[{text}]" if (rank, index) in mark else f" {text} ").ljust(width)
 
     marked_ranks = {rank for rank, _ in mark}
-    lines = []
-    for rank, order in enumerate(orders):
-        line = "".join(cell(rank, index) for index in range(len(order) + 1)).rstrip()
-        lines.append(line + " <-- here" * (rank in marked_ranks))
+    is_small = sum(map(len, orders)) <= MOST_CELLS
+    shown = range(len(orders)) if is_small else sorted(marked_ranks)
+    lines = {}
+    for rank in shown:
+        indices = range(len(orders[rank]) + 1)
+        if not is_small:
+            marked = [index for r, index in mark if r == rank]
+            indices = range(max(0, marked[0] - CONTEXT), min(len(orders[rank]), marked[0] + CONTEXT) + 1)
+        line = "".join(cell(rank, index) for index in indices).rstrip()
+        lines[rank] = "... " * (indices[0] > 0) + line + " <-- here" * (rank in marked_ranks)
     return _with_rank_numbers(lines)
 
 
-def _with_rank_numbers(lines: Sequence[str]) -> str:
-    width = len(str(len(lines) - 1))
-    return "\n".join(f"rank {rank:{width}} {line}".rstrip() for rank, line in enumerate(lines))
+def _with_rank_numbers(lines: Mapping[int, str]) -> str:
+    width = len(str(max(lines, default=0)))
+    return "\n".join(f"rank {rank:{width}} {line}".rstrip() for rank, line in lines.items())

@@ -1,0 +1,47 @@
+"""`python -m pipeline COMMAND`: one file a command, each with a line of help, its arguments, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from pipeline.cli import check, compare, draw, dump, search, simulate, verify
+
+PROGRAM = "python -m pipeline"
+COMMANDS = {
+    "draw": draw,
+    "simulate": simulate,
+    "compare": compare,
+    "check": check,
+    "verify": verify,
+    "search": search,
+    "dump": dump,
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 2 for a wrong name or value."""
+    parser = Parser(
+        prog=PROGRAM,
+        description="Look at pipeline schedules, and verify that a model trains in one as in one process.",
+        epilog=f"for example: {PROGRAM} draw 1f1b --stages 4 --microbatches 8",
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add_arguments(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
+    parsed = parser.parse_args(arguments)
+    try:
+        COMMANDS[parsed.command].run(parsed)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,122 @@
+"""What the commands that look at a schedule take, and the schedule or timeline that it asks for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import NamedTuple
+
+from pipeline.cli import flags
+from pipeline.schedules.action import Action
+from pipeline.schedules.schedule import FORWARD_ONLY, SCHEDULES, Schedule
+from pipeline.schedules.simulate import Timeline, simulate
+from pipeline.schedules.validate import validate
+
+NAMES = {**SCHEDULES, FORWARD_ONLY.name: FORWARD_ONLY}
+RANKS, MICROBATCHES = 4, 8
+BOUNDARIES = "boundaries between stages"
+TIMES = {
+    "forward": "a forward",
+    "backward-input": "the input half of a backward",
+    "backward-weight": "the weight half of a backward",
+}
+
+
+def add_schedule(parser: argparse.ArgumentParser) -> None:
+    """Declare a schedule and its sizes."""
+    parser.add_argument("schedule", help=f"one of {', '.join(NAMES)}, or a .csv file")
+    what = f"stages of the model (default: as {RANKS} ranks have)"
+    parser.add_argument("--stages", type=flags.count, metavar="N", help=what)
+    add_microbatches(parser)
+
+
+def add_microbatches(parser: argparse.ArgumentParser) -> None:
+    """Declare the number of micro-batches."""
+    what = f"micro-batches a step (default {MICROBATCHES})"
+    parser.add_argument("--microbatches", type=flags.count, metavar="M", help=what)
+
+
+def add_messages(parser: argparse.ArgumentParser) -> None:
+    """Declare what communication costs."""
+    what = "time until another rank has the first byte of what an action made (default 0)"
+    parser.add_argument("--latency", type=flags.latency, default=0.0, metavar="X", help=what)
+    what = "bytes that go to another rank in a unit of time (default: any number)"
+    parser.add_argument("--bandwidth", type=flags.rate, default=math.inf, metavar="X", help=what)
+    what = "bytes between two stages; with commas, one for each boundary (default 0)"
+    parser.add_argument("--message-bytes", type=flags.sizes, default=0.0, metavar="B", help=what)
+
+
+def add_simulation(parser: argparse.ArgumentParser) -> None:
+    """Declare what a simulation takes."""
+    add_schedule(parser)
+    for option, what in TIMES.items():
+        help_text = f"time of {what} of one micro-batch; with commas, one for each stage (default 1)"
+        parser.add_argument(f"--{option}", type=flags.durations, default=1.0, metavar="T", help=help_text)
+    add_messages(parser)
+
+
+class Checked(NamedTuple):
+    """A schedule at its sizes, with orders that `validate` accepts."""
+
+    schedule: Schedule
+    orders: list[list[Action]]
+    num_stages: int
+    title: str
+
+
+def checked(arguments: argparse.Namespace) -> Checked:
+    """Return the schedule that was asked for.
+
+    Where no sizes are given, they are those that the schedule is written for, or else the usual ones.
+    """
+    schedule = flags.find_schedule(arguments.schedule, NAMES)
+    num_ranks, num_microbatches = schedule.sizes or (RANKS, MICROBATCHES)
+    if arguments.stages is not None:
+        if arguments.stages % schedule.num_chunks:
+            raise ValueError(
+                f"--stages must be a multiple of {schedule.num_chunks}, the stages that a rank has under "
+                f"{schedule.name}, got {arguments.stages}"
+            )
+        num_ranks = schedule.num_ranks(arguments.stages)
+    if arguments.microbatches is not None:
+        num_microbatches = arguments.microbatches
+    num_stages = schedule.num_stages(num_ranks)
+    orders = flags.orders_of(schedule, num_ranks, num_microbatches)
+    validate(
+        orders,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        rank_of=schedule.rank_of,
+        trains=schedule.trains,
+    )
+    title = f"{schedule.name}: {num_stages} stages on {num_ranks} ranks, {num_microbatches} micro-batches"
+    return Checked(schedule, orders, num_stages, title)
+
+
+def timeline_of(arguments: argparse.Namespace) -> tuple[str, Timeline]:
+    """Simulate the schedule that was asked for; return a line that says what it is, and the result."""
+    _, orders, num_stages, title = checked(arguments)
+    for option in TIMES:
+        flags.check_length(f"--{option}", getattr(arguments, option.replace("-", "_")), num_stages, "stages")
+    flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, BOUNDARIES)
+    timeline = simulate(
+        orders,
+        num_stages=num_stages,
+        forward=arguments.forward,
+        backward_input=arguments.backward_input,
+        backward_weight=arguments.backward_weight,
+        latency=arguments.latency,
+        message_bytes=arguments.message_bytes,
+        bandwidth=arguments.bandwidth,
+    )
+    return title, timeline
+
+
+def print_costs(timeline: Timeline) -> None:
+    """Print the numbers of a timeline."""
+    peaks = " ".join(map(str, timeline.peak_microbatches_per_stage))
+    print(f"makespan                                {timeline.makespan:g}")
+    print(f"bubble_fraction (ratio to ideal time)   {timeline.bubble_fraction:.4f}")
+    print(f"span_bubble_rate (idle share of a span) {timeline.span_bubble_rate:.4f}")
+    print(f"efficiency (ideal time / makespan)      {timeline.efficiency:.4f}")
+    print(f"peak micro-batches per stage            {peaks}")

@@ -1,0 +1,181 @@
+"""Whatever is given to the command line: an answer, or one error and status 2; never a traceback, never all memory."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline import SCHEDULES, Collective, ScheduleError, from_text
+from pipeline.cli import main as cli
+from pipeline.cli.flags import MOST_ACTIONS
+from pipeline.schedules import deadlock
+from pipeline.schedules.csv_file import MOST_CHARACTERS
+from pipeline.schedules.drawing.text import draw_order
+
+MOST_OUTPUT = 2_000_000  # letters
+
+
+def run(arguments, capsys):
+    """Return status, output and errors."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as exit_:  # argparse leaves in its own way
+        status = exit_.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+FILES = {  # text -> the rule that it breaks
+    "x" * 200_000: "a schedule must be a table of cells with commas between: field larger than field limit",
+    "0F0,0BW0," + "x" * 50_000: "got 'xxxxxxxx",
+    ",,,\n,,,\n": "a schedule has at least one action, got none",
+    "0F0,0BW0,0F3000000000\n": "rank 0 has no B or BW of micro-batch 3000000000",
+    "0F3000000000\n": "every stage runs every micro-batch: rank 0 has no F of micro-batch 0 on stage 0",
+    "3000000000F0\n": "every rank has the same number of stages, got 1 on rank 0 of 3000000001",
+    f"0F{'9' * 5000}\n": "a cell is a stage, one of F, B, W, BW, and a micro-batch",
+    "\0": "a cell is a stage",
+    "0F0,0BW0\0\n": "got '0BW0\\x00'",
+    "": "a schedule has one row a rank, got none",
+    "0F0,0F0," + "0BW0," * 5000: "a stage runs F of a micro-batch once",
+}
+
+
+@pytest.mark.parametrize("text", FILES, ids=range(len(FILES)))
+@pytest.mark.parametrize("command", ["check", "draw", "dump", "simulate"])
+def test_a_file_that_is_no_schedule(command, text, tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    status, out, err = run([command, str(path)], capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith("python -m pipeline: mine.csv: ")
+    assert FILES[text] in err.splitlines()[0] or "every stage runs" in err.splitlines()[0]
+    assert len(err) < 20_000
+
+
+def test_a_file_that_is_too_large(tmp_path, capsys):
+    path = tmp_path / "large.csv"
+    path.write_text(" " * (MOST_CHARACTERS + 1))
+    status, _, err = run(["check", str(path)], capsys)
+    assert (status, err) == (2, "python -m pipeline: large.csv: a schedule must have at most 16,777,216 characters\n")
+
+
+ARGUMENTS = [
+    (["draw", "1f1b", "--forward", "1e-6"], "a drawing has at most 1,000,000 letters, got 2.64e+08"),
+    (["draw", "1f1b", "--forward", "1e-300"], "than numbers can tell"),
+    (["draw", "1f1b", "--backward-input", "1e308"], "than numbers can tell"),
+    (["simulate", "1f1b", "--forward", "1e-300,1,1,1"], "than numbers can tell"),
+    (["simulate", "1f1b", "--latency", "1e308", "--forward", "1e308"], "than numbers can tell"),
+    (["compare", "--forward", "1e308"], "than numbers can tell"),
+    (["compare", "zbv", "--forward", "5e-324"], "forward must be positive"),
+    (["simulate", "1f1b", "--bandwidth", "1e-320", "--message-bytes", "1"], "than numbers can tell"),
+    (["draw", "1f1b", "--microbatches", "1" + "0" * 12], f"must make at most {MOST_ACTIONS:,} actions"),
+    (["check", "gpipe", "--stages", "1" + "0" * 12], f"must make at most {MOST_ACTIONS:,} actions"),
+    (["compare", "--ranks", "1" + "0" * 12], f"must make at most {MOST_ACTIONS:,} actions"),
+    (["check", "gpipe", "--dp", "1" + "0" * 12], f"must make at most {MOST_ACTIONS:,} actions"),
+    (["verify", "mlp", "--microbatches", "1" + "0" * 12], "must make at most"),
+    (["dump", "gpipe", "--stages", "9" * 5000], "must be a whole number of at least 1, got '999"),
+    (["dump", "gpipe", "--stages", "nan"], "must be a whole number of at least 1, got 'nan'"),
+    (["dump", "gpipe", "--stages", "-3"], "must be a whole number of at least 1, got '-3'"),
+    (["draw", "n" * 300], "schedule must be one of"),
+    (["draw", "n" * 300 + ".csv"], "cannot be read: File name too long"),
+    (["draw", "1f1b", "--svg", "n" * 300], "cannot be written: File name too long"),
+    (["verify", "os:remove"], "os:remove() must return a pipeline.verify.Case, but ended in TypeError"),
+    (["verify", "sys:exit"], "sys:exit() must return a pipeline.verify.Case, but ended in SystemExit"),
+    (["verify", "os:getpid"], "os:getpid must return a pipeline.verify.Case, got int"),
+    (["verify", "os:nothing"], "the model 'os:nothing' cannot be found"),
+    (["verify", "a\0b:c"], "cannot be found"),
+    (["verify", "m" * 300], "MODULE:FUNCTION"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_a_value_that_no_schedule_can_have(arguments, message, capsys):
+    status, _, err = run(arguments, capsys)
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("python -m pipeline")
+    assert message in err
+
+
+def test_a_picture_of_very_different_times_stays_a_picture(tmp_path, capsys):
+    path = tmp_path / "wide.svg"
+    times = ["--forward", "1", "--backward-input", "3000"]
+    assert run(["draw", "1f1b", "--stages", "2", "--microbatches", "2", *times, "--svg", str(path)], capsys)[0] == 0
+    assert 'width="20' in path.read_text()
+
+
+CELL = st.one_of(
+    st.text(max_size=8),
+    st.builds(
+        "{}{}{}".format, st.integers(0, 3), st.sampled_from(["F", "B", "W", "BW", "SEND_F", "X"]), st.integers(0, 3)
+    ),
+)
+TABLE = st.lists(st.lists(CELL, max_size=8), max_size=4)
+
+
+@given(TABLE, st.sampled_from(["check", "draw", "dump"]))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_table_is_a_schedule_or_one_error(tmp_path, capsys, table, command):
+    path = tmp_path / "any.csv"
+    path.write_text("\n".join(",".join(row) for row in table), encoding="utf-8", errors="replace")
+    status, out, err = run([command, str(path)], capsys)
+    assert status in (0, 2)
+    assert bool(out) == (status == 0)
+    assert bool(err) == (status == 2)
+
+
+NUMBER = st.one_of(st.floats().map(str), st.integers().map(str), st.text(max_size=4))
+OPTIONS = ["--forward", "--backward-input", "--latency", "--bandwidth", "--message-bytes"]
+
+
+@given(st.sampled_from(["draw", "simulate", "compare"]), st.dictionaries(st.sampled_from(OPTIONS), NUMBER, max_size=3))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_numbers_are_an_answer_or_one_line(capsys, command, options):
+    arguments = [command, "1f1b", *(f"{option}={number}" for option, number in options.items())]
+    status, out, err = run(arguments, capsys)
+    assert status in (0, 2)
+    assert len(out) < MOST_OUTPUT
+    assert (status == 2) == bool(err)
+    assert err.count("\n") <= 1
+    assert "nan" not in out
+    assert "inf" not in out
+
+
+# check --dp
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_replicas_are_proved_with_their_reductions(schedule, capsys):
+    status, out, err = run(["check", schedule, "--dp", "3"], capsys)
+    assert (status, err) == (0, "")
+    assert ", 3 replicas: complete, in order, and no timing of messages and reductions can deadlock it" in out
+
+
+def test_reductions_in_another_order_on_one_replica_are_found(monkeypatch, capsys):
+    """As where replicas would launch their buckets in order of arrival."""
+    from pipeline.cli import check
+
+    def steps_of(programs, **place):
+        found = [list(program) for program in programs]
+        places = [i for i, step in enumerate(found[0]) if isinstance(step, Collective)]
+        first, last = places[0], places[-1]
+        found[0][first], found[0][last] = found[0][last], found[0][first]
+        deadlock.check_deadlock_free(found, **place)
+
+    monkeypatch.setattr(check, "check_deadlock_free", steps_of)
+    status, _, err = run(["check", "looped_bfs", "--dp", "2"], capsys)
+    assert status == 2
+    assert "deadlock: rank 0 in reduce stage 0 waits for reduce stage 0 on rank 4" in err
+
+
+# Drawings in errors
+
+
+def test_a_fault_in_a_large_order_is_drawn_with_what_is_around_it():
+    orders = [[f"0F{i}" for i in range(3000)], [f"1F{i}" for i in range(3000)]]
+    assert draw_order(orders, [(1, 1000)]) == (
+        "rank 1 ...  1F996   1F997   1F998   1F999  [1F1000] 1F1001  1F1002  1F1003  1F1004 <-- here"
+    )
+
+
+def test_a_cell_of_one_letter_too_many_is_not_taken_for_another():
+    with pytest.raises(ScheduleError, match="a cell is a stage"):
+        from_text("0F" + "0" * 100, "mine")
