@@ -84,9 +84,6 @@ class Run:
         self._files: RunFolder  # on rank 0 alone
         self.folder = self._on_rank_0(self._open)
         self.say(self._start_line)
-        # Open MPI's mpirun kills its ranks a moment after a Ctrl-C.
-        keys = "" if launched_by_mpi() else "Ctrl-C, or "
-        self.say(f"{self.folder}: {keys}kill -TERM {os.getpid()}, saves and ends this run")
 
     def say(self, words: str) -> None:
         """Print on rank 0, unless the run is quiet."""
@@ -124,6 +121,10 @@ class Run:
 
     def _steps(self, first: int, checkpoints: Checkpointer, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
         settings = self.settings
+        kill = f"kill -TERM {os.getpid()}"
+        # Open MPI's mpirun kills its ranks a moment after a Ctrl-C.
+        way = kill if launched_by_mpi() else f"Ctrl-C, or {kill},"
+        self.say(f"{self.folder}: {way} saves and ends this run")
         look = settings.progress if self._comm.rank == 0 and not settings.quiet else "none"
         with StopRequest(self._comm) as stop, Progress(first, settings.steps, look=look) as progress:
             seconds = 0.0
