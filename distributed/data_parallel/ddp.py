@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from distributed.agreement import same_on_all
-from distributed.comm.communicator import Communicator
+from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
@@ -53,7 +54,7 @@ class DistributedDataParallel:
         recorder: notes what runs when inside `with ddp.recorder:`, which goes around one step: forward, backward,
             buckets on their way, waits, optimizer.
         first_sample: index of this rank's first sample in the batch of all ranks, as of the last `hooks`.
-        share: of the samples that this rank has, likewise.
+        share: this rank's weight over that of all ranks, likewise.
         is_awaited: other ranks count on a backward of this one, which took the hooks for it and has not called `wait`.
 
     Raises:
@@ -97,52 +98,59 @@ class DistributedDataParallel:
         broadcast_params(self.params, self.comm)
         self.sync_buffers()
 
-    def hooks(self, *, num_samples: int, mean_over: int | None = None) -> Hooks:
+    def hooks(self, *, num_samples: int, weight: float | None = None, mean_over: float | None = None) -> Hooks:
         """Return the hooks for one backward over this rank's samples.
 
         Collective, and blocks for one small message: ranks weigh in the mean by their number of samples.
 
         Args:
-            num_samples: of this rank in this step, over which its loss is the mean. Ranks hold consecutive samples.
-            mean_over: how many samples a loss of weight 1 is the mean over, where this backward is the last of some
-                that add up and each is weighted by its number of samples over this; num_samples by default.
+            num_samples: of this rank in this step. Ranks hold consecutive samples.
+            weight: over how many things the loss of this rank is the mean, where these are no samples: the tokens
+                whose target counts. num_samples by default; given on all ranks or on none.
+            mean_over: where this backward is the last of some that add up: the weight of a loss that is taken as it
+                is; each other one is multiplied by its own weight over this. `weight` by default: one loss alone.
         Raises:
-            ValueError: num_samples is below 1 on some rank; the same message on every rank.
+            ValueError: num_samples is below 1 on some rank, or a weight is not above 0 and finite; the same message
+                on every rank.
             RuntimeError: the last backward is not over.
         """
-        return self.hooks_for(self.count_samples(num_samples), mean_over=mean_over)
+        return self.hooks_for(self.count_samples(num_samples, weight), mean_over=mean_over)
 
-    def count_samples(self, num_samples: int) -> list[int]:
-        """Return the number of samples in this step by rank. Collective.
+    def count_samples(self, num_samples: int, weight: float | None = None) -> Array:
+        """Return the (size, 2) numbers of samples, and weights, of all ranks. Collective; see `hooks`.
 
         Raises:
             RuntimeError: the last backward is not over.
         """
         self.buckets.check_idle()
+        own = np.array([num_samples, num_samples if weight is None else weight], np.float64)
         waiting = self.comm.waiting_for("the number of samples of each rank, in ddp.hooks")
         with self.recorder.span("wait", "sample counts"), waiting:
-            return self.comm.allgather(np.array([num_samples], np.int64)).wait()[:, 0].tolist()
+            return self.comm.allgather(own).wait()
 
-    def hooks_for(self, counts: Sequence[int], *, mean_over: int | None = None) -> Hooks:
+    def hooks_for(self, counts: Array, *, mean_over: float | None = None) -> Hooks:
         """Return the hooks for one backward, as `hooks`, where `count_samples` has been called.
 
         Collective where the weights are checked.
         """
-        if min(counts) < 1:
-            raise ValueError(f"every rank needs num_samples of at least 1, got {list(counts)} by rank")
+        num_samples, weights = counts[:, 0].astype(int).tolist(), counts[:, 1].tolist()
+        if min(num_samples) < 1:
+            raise ValueError(f"every rank needs num_samples of at least 1, got {num_samples} by rank")
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"every rank needs a weight above 0 and finite, got {weights} by rank")
         self._num_backwards += 1
         if self._check_every and self._num_backwards % self._check_every == 0:
             self.check_replicas()
-        own = counts[self.comm.rank]
-        self.first_sample = sum(counts[: self.comm.rank])
-        self.share = own / sum(counts)
-        weight = (own if mean_over is None else mean_over) / sum(counts)
+        own = weights[self.comm.rank]
+        self.first_sample = sum(num_samples[: self.comm.rank])
+        self.share = own / sum(weights)
+        factor = (own if mean_over is None else mean_over) / sum(weights)
         self.is_awaited = True
 
         def on_start(reached: Sequence[Parameter]) -> None:
             if self._is_whole_step:
                 self.recorder.enter("compute", "backward")
-            self.buckets.start(reached, weight)
+            self.buckets.start(reached, factor)
 
         hooks = Hooks(on_start, self.buckets.mark_ready, self.comm.progress, on_error=self.buckets.fail)
         return hooks + self.recorder.hooks() if self._is_whole_step else hooks

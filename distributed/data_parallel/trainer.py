@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distributed.comm.communicator import Communicator
+from distributed.comm.communicator import Array, Communicator
 from distributed.comm.solo import SoloCommunicator
 from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
@@ -82,12 +82,13 @@ class _Accumulated:
     """What the losses of the step under way have brought so far.
 
     Attributes:
-        num_samples: of each loss; a loss weighs by its own over the first one's.
-        loss_sum: of all samples.
-        num_tokens: of all losses.
+        weights: of the losses; a loss weighs by its own over the first one's.
+        loss_sum: of the losses, each times its weight.
+        num_samples, num_tokens: of all losses.
     """
 
-    num_samples: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    num_samples: int = 0
     loss_sum: float = 0.0
     num_tokens: int = 0
 
@@ -142,7 +143,7 @@ class Trainer(ABC):
     @property
     def num_accumulated(self) -> int:
         """How many losses the step under way has; 0 between two steps."""
-        return len(self._open.num_samples)
+        return len(self._open.weights)
 
     @property
     def recorder(self) -> Recorder:
@@ -158,31 +159,36 @@ class Trainer(ABC):
         """Overwrite the parameters of every rank with rank 0's, for example after loading them there. Collective."""
         broadcast_params(self.ddp.params, self.ddp.comm)
 
-    def backward_and_step(self, loss: Tensor, *, num_samples: int = 1, num_tokens: int = 0) -> TrainingMetrics | None:
+    def backward_and_step(
+        self, loss: Tensor, *, num_samples: int = 1, weight: float | None = None, num_tokens: int = 0
+    ) -> TrainingMetrics | None:
         """Compute gradients; at the last loss of a step average them over ranks, clip and update.
 
         Collective at the last loss of a step.
 
         Args:
-            loss: the mean over this rank's samples.
+            loss: the mean over this rank's samples, or over `weight` things.
             num_samples: how many they are: ranks and accumulated losses weigh by it. Equal by default.
+            weight: what they weigh by instead, such as the number of tokens whose target counts.
             num_tokens: for the speed.
         Returns:
             None while gradients are accumulated.
         Raises:
-            ValueError: num_samples is below 1.
+            ValueError: num_samples is below 1, or weight is not above 0 and finite.
             FloatingPointError: too many steps in a row were not finite; the same on every rank.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        weight = num_samples if weight is None else weight
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight must be above 0 and finite, got {weight}")
         with self._given_up_on_error():
             if self.num_accumulated + 1 < self.config.grad_accum_steps:
                 with self.recorder.span("compute", "backward"):
-                    backward_with_grad(loss, self._add(loss, num_samples, num_tokens))
+                    backward_with_grad(loss, self._add(loss, num_samples, weight, num_tokens))
                 return None
-            weight = self._add(loss, num_samples, num_tokens)
-            hooks = self.ddp.hooks(num_samples=sum(self._open.num_samples), mean_over=self._open.num_samples[0])
-            self._reduce(loss, weight, hooks)
+            factor = self._add(loss, num_samples, weight, num_tokens)
+            self._reduce(loss, factor, self.ddp.hooks_for(self._count(), mean_over=self._open.weights[0]))
             return self._step()
 
     def end_step(self) -> TrainingMetrics | None:
@@ -196,12 +202,10 @@ class Trainer(ABC):
             ValueError: some ranks have losses and others have none; the same message on every rank.
         """
         with self._given_up_on_error():
-            counts = self.ddp.count_samples(sum(self._open.num_samples))
-            if not any(counts):
+            counts = self._count()
+            if not counts.any():
                 return None
-            hooks = self.ddp.hooks_for(
-                counts, mean_over=self._open.num_samples[0] if any(self._open.num_samples) else 1
-            )
+            hooks = self.ddp.hooks_for(counts, mean_over=next(iter(self._open.weights), None))
             _mark_ready([p for p in self.ddp.params if p.grad is not None], hooks)
             return self._step()
 
@@ -214,20 +218,24 @@ class Trainer(ABC):
         self.optimizer.zero_grad()
         self._open = _Accumulated()
 
-    def _add(self, loss: Tensor, num_samples: int, num_tokens: int) -> float:
-        """Take a loss into the step; return its weight: the first loss has 1, so that a single one is not scaled."""
+    def _add(self, loss: Tensor, num_samples: int, weight: float, num_tokens: int) -> float:
+        """Take a loss into the step; return its factor: the first loss has 1, so that a single one is not scaled."""
         step = self._open
-        step.num_samples.append(num_samples)
-        step.loss_sum += loss.item() * num_samples
+        step.weights.append(weight)
+        step.loss_sum += loss.item() * weight
+        step.num_samples += num_samples
         step.num_tokens += num_tokens
-        return num_samples / step.num_samples[0]
+        return weight / step.weights[0]
+
+    def _count(self) -> Array:
+        return self.ddp.count_samples(self._open.num_samples, sum(self._open.weights))
 
     def _step(self) -> TrainingMetrics:
         before_wait = time.perf_counter()
         self.ddp.wait()
         exposed = time.perf_counter() - before_wait
         own = self._open
-        sums = np.array([own.loss_sum / sum(own.num_samples) * self.ddp.share, own.num_tokens])
+        sums = np.array([own.loss_sum / sum(own.weights) * self.ddp.share, own.num_tokens])
         with self.recorder.span("wait", "loss"):
             loss, num_tokens = self.ddp.comm.allreduce(sums).wait().tolist()
         norm = clip_by_global_norm(self.ddp.params, self.config.max_grad_norm)
@@ -255,8 +263,8 @@ class Trainer(ABC):
             raise
 
     @abstractmethod
-    def _reduce(self, loss: Tensor, weight: float, hooks: Hooks) -> None:
-        """Run the backward, weighted, and launch every bucket."""
+    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
+        """Run the backward of the loss times `factor`, and launch every bucket."""
 
 
 def _mark_ready(params: Sequence[Parameter], hooks: Hooks) -> None:
@@ -271,19 +279,19 @@ def _mark_ready(params: Sequence[Parameter], hooks: Hooks) -> None:
 class DistributedTrainer(Trainer):
     """Reduces after the backward: nothing overlaps. The plain form, to measure the other against."""
 
-    def _reduce(self, loss: Tensor, weight: float, hooks: Hooks) -> None:
+    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
         reached = reached_parameters(loss)
         self.recorder.enter("compute", "backward")
         with hooks.told_of_errors():
-            backward_with_grad(loss, weight)
+            backward_with_grad(loss, factor)
             _mark_ready(reached, hooks)
 
 
 class BucketedTrainer(Trainer):
     """Reduces inside the backward: each bucket travels while the rest computes."""
 
-    def _reduce(self, loss: Tensor, weight: float, hooks: Hooks) -> None:
-        backward_with_grad(loss, weight, hooks=hooks)
+    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
+        backward_with_grad(loss, factor, hooks=hooks)
 
 
 class SimpleTrainer(DistributedTrainer):

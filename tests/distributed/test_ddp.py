@@ -783,6 +783,34 @@ def test_a_rank_without_samples_is_an_error_on_all(ranks, num_samples):
     assert ranks.run(program) == [f"every rank needs num_samples of at least 1, got {counts} by rank"] * ranks.size
 
 
+@pytest.mark.parametrize("weight", [0.0, np.nan, np.inf])
+def test_a_weight_that_cannot_be_one_is_an_error_on_all(ranks, weight):
+    def program(comm):
+        ddp = DistributedDataParallel(Weights(w=1.0), comm)
+        with pytest.raises(ValueError, match="every rank needs a weight above 0 and finite") as caught:
+            ddp.hooks(num_samples=3, weight=weight if comm.rank == comm.size - 1 else 2.0)
+        return str(caught.value)
+
+    weights = [2.0] * (ranks.size - 1) + [weight]
+    assert ranks.run(program) == [f"every rank needs a weight above 0 and finite, got {weights} by rank"] * ranks.size
+
+
+def test_losses_and_gradients_weigh_by_what_counts_where_that_is_said(ranks):
+    def program(comm):
+        model = Weights(w=1.0)
+        ddp = DistributedDataParallel(model, comm)
+        mg.backward_with_grad(model.w * 6.0, 2.0)  # a mean over 8
+        hooks = ddp.hooks(num_samples=1, weight=9.0 + comm.rank, mean_over=4)
+        mg.backward_with_grad(model.w * float(comm.rank), (1 + comm.rank) / 4, hooks=hooks)
+        ddp.wait()
+        total = sum(9 + rank for rank in range(comm.size))
+        expected = sum(6 * 8 + rank * (1 + rank) for rank in range(comm.size)) / total
+        assert model.w.grad == pytest.approx(expected, rel=1e-12)
+        assert (ddp.first_sample, ddp.share) == (comm.rank, (9 + comm.rank) / total)
+
+    ranks.run(program)
+
+
 # Ranks that differ
 
 

@@ -364,3 +364,59 @@ def test_a_loss_of_no_samples_is_refused_before_any_work(num_samples):
     with pytest.raises(ValueError, match=f"num_samples must be at least 1, got {num_samples}"):
         trainer.backward_and_step(trainer.ddp.model([1.0]), num_samples=num_samples)
     assert trainer.ddp.model.w.grad is None
+
+
+IGNORED = -1
+
+
+def token_batches(size):
+    """Return per rank two micro-batches of ids and targets, of which different numbers count."""
+    generator = np.random.default_rng(3)
+    batches = []
+    for rank in range(size):
+        parts = []
+        for part in range(2):
+            y = generator.integers(0, 5, (2 + part, 4))
+            y.reshape(-1)[: 1 + 3 * part + rank] = IGNORED
+            parts.append((generator.standard_normal((2 + part, 4, 3)), y))
+        batches.append(parts)
+    return batches
+
+
+def token_loss(model, x, y):
+    return mg.cross_entropy(model(x), y, ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_the_mean_over_tokens_that_count_is_that_of_one_process(ranks, kind):
+    batches = token_batches(ranks.size)
+    x, y = (np.concatenate([part[i] for parts in batches for part in parts]) for i in range(2))
+
+    def made():
+        return MLP([3, 8, 5], seed=0, dtype=np.float64)
+
+    model = made()
+    loss = token_loss(model, x, y)
+    mg.backward(loss)
+
+    def program(comm):
+        replica = made()
+        trainer = kind(replica, comm, TrainingConfig(grad_accum_steps=2, max_grad_norm=1e9))
+        before = replica.parameters()[0].data.copy()
+        for x, y in batches[comm.rank]:
+            weight = int((y != IGNORED).sum())
+            metrics = trainer.backward_and_step(token_loss(replica, x, y), num_samples=len(x), weight=weight)
+        assert metrics.loss == pytest.approx(loss.item(), rel=1e-12)
+        assert metrics.grad_norm == pytest.approx(clip_by_global_norm(model.parameters(), 1e9), rel=1e-12)
+        assert trainer.ddp.first_sample == 5 * comm.rank
+        assert (replica.parameters()[0].data != before).any()
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, np.inf, np.nan])
+def test_a_loss_of_no_weight_is_refused_before_any_work(weight):
+    trainer = SimpleTrainer(Line(), TrainingConfig())
+    with pytest.raises(ValueError, match=f"weight must be above 0 and finite, got {weight}"):
+        trainer.backward_and_step(trainer.ddp.model([1.0]), weight=weight)
+    assert trainer.ddp.model.w.grad is None
