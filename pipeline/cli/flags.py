@@ -6,13 +6,17 @@ The library names its own parameters in its errors, as whoever calls it needs; a
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.schedules.action import Action
-from pipeline.schedules.csv_file import load
+from pipeline.schedules.csv_file import dump, from_text, load
 from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.torch_csv import parse_torch
 
 Numbers = list[float] | float
 MOST_LETTERS = 60
@@ -78,6 +82,25 @@ def memories(text: str) -> Numbers:
     return values if len(values) > 1 else values[0]
 
 
+def memory(text: str) -> float:
+    """Read one amount of memory, as 8GiB."""
+    value = memories(text)
+    if isinstance(value, list):
+        raise argparse.ArgumentTypeError(f"must be one number, got {text!r}")
+    return value
+
+
+def counts(text: str) -> list[int]:
+    """Read whole numbers of at least 1, as 2..16 or 2,4,8."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return [count(part) for part in text.split(",")]
+    numbers = list(range(count(first), count(last) + 1))
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"must go from a number to a larger one, got {text!r}")
+    return numbers
+
+
 def check_length(flag: str, value: Numbers, count: int, of_what: str) -> None:
     """Check that a flag has one number, or one for each of what a schedule has.
 
@@ -102,19 +125,69 @@ def check_size(num_actions: int) -> None:
 
 
 def find_schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
-    """Find a schedule by its name, or read it from a file.
+    """Find a schedule by its name, read it from a file, or import it.
 
     Raises:
         ValueError: there is none of this name, or the file cannot be read or holds none.
     """
-    if not name.endswith(".csv"):
-        if name not in schedules:
-            raise ValueError(f"schedule must be one of {', '.join(schedules)}, or a .csv file, got {name!r}")
+    if name in schedules:
         return schedules[name]
+    if name.endswith(".csv"):
+        try:
+            return load(name)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    if ":" in name:
+        found = imported(name, "the schedule")
+        if isinstance(found, Schedule):
+            return found
+        if callable(found):  # an order: one stage a rank
+
+            def order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+                try:
+                    return list(found(rank, num_ranks, num_microbatches))
+                except Exception as error:  # whatever the function does
+                    raise ValueError(f"{name} gives no order: {one_line(error)}") from error
+
+            return Schedule(name, order)
+        raise ValueError(f"{name} must be a Schedule or an order, a function, got {type(found).__name__}")
+    raise ValueError(f"schedule must be one of {', '.join(schedules)}, or a .csv file, or MODULE:NAME, got {name!r}")
+
+
+def imported(name: str, what: str, allowed: str = "MODULE:NAME") -> Any:
+    """Return what MODULE:NAME stands for; a module may lie in the folder that the command is run in.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise ValueError(f"{what} must be {allowed}, got {name!r}")
+    sys.path.insert(0, "")  # as `python -c` does
     try:
-        return load(name)
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # whatever the module's own code does
+        raise ValueError(f"{what} {name!r} cannot be found: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Say what an exception says, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def load_torch(path: str) -> list[list[Action]]:
+    """Read orders from a file of torch.distributed.pipelining.
+
+    Raises:
+        ValueError: it cannot be read, or is not a training step.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    orders = parse_torch(text)
+    from_text(dump(orders), Path(path).name)  # for its errors
+    return orders
 
 
 def orders_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[list[Action]]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline.cli import check, compare, draw, dump, search, simulate, verify
+from pipeline.cli import check, compare, draw, dump, search, simulate, sweep, verify
 
 PROGRAM = "python -m pipeline"
 COMMANDS = {
@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": compare,
     "check": check,
     "verify": verify,
+    "sweep": sweep,
     "search": search,
     "dump": dump,
 }

@@ -24,7 +24,7 @@ TIMES = {
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
     """Declare a schedule and its sizes."""
-    parser.add_argument("schedule", help=f"one of {', '.join(NAMES)}, or a .csv file")
+    parser.add_argument("schedule", help=f"one of {', '.join(NAMES)}, a .csv file, or MODULE:NAME")
     what = f"stages of the model (default: as {RANKS} ranks have)"
     parser.add_argument("--stages", type=flags.count, metavar="N", help=what)
     add_microbatches(parser)

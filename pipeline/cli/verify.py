@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -84,28 +82,18 @@ def find_case(name: str) -> Case:
     """
     if name in _CASES:
         return _CASES[name]()
-    module, _, attribute = name.partition(":")
-    if not module or not attribute or module.startswith("."):
-        raise ValueError(f"the model must be {' or '.join(_CASES)}, or MODULE:FUNCTION, got {name!r}")
-    sys.path.insert(0, "")  # as `python -c` does: a module of the folder that the command is run in
-    try:
-        function: Any = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever the module's own code does
-        raise ValueError(f"the model {name!r} cannot be found: {one_line(error)}") from error
+    function = flags.imported(name, "the model", f"{' or '.join(_CASES)}, or MODULE:FUNCTION")
     if not callable(function):
         raise ValueError(f"{name} must be a function, got {type(function).__name__}")
     try:
         case = function()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{name}() must return a pipeline.verify.Case, but ended in {one_line(error)}") from error
+        raise ValueError(
+            f"{name}() must return a pipeline.verify.Case, but ended in {flags.one_line(error)}"
+        ) from error
     if not isinstance(case, Case):
         raise ValueError(f"{name} must return a pipeline.verify.Case, got {type(case).__name__}")
     return case
-
-
-def one_line(error: BaseException) -> str:
-    """Say what an exception says, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _small_gpt() -> Case:

@@ -33,7 +33,7 @@ def test_times_reach_the_simulator(capsys):
     ("arguments", "message"),
     [
         (["draw", "2f2b"], "schedule must be one of gpipe, 1f1b, "),
-        (["draw", "2f2b"], ", or a .csv file, got '2f2b'"),
+        (["draw", "2f2b"], ", or a .csv file, or MODULE:NAME, got '2f2b'"),
         (["compare", "gpipe", "2f2b"], "got '2f2b'"),
         (["check", "nowhere.csv"], "python -m pipeline: nowhere.csv cannot be read: No such file or directory\n"),
         (

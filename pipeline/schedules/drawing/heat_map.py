@@ -1,0 +1,50 @@
+"""A number over two others as a picture: the darker a cell, the larger the number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.schedules.drawing.svg import IDLE, INK, MARGIN, MUTED, Box, Picture, Words
+
+CELL_WIDTH, CELL_HEIGHT = 40.0, 22.0
+HEAD_HEIGHT, LABEL_WIDTH = 62.0, 64.0
+LIGHTEST, DARKEST = (239, 246, 252), (33, 102, 172)
+"""Lengths in points; colours as red, green and blue."""
+
+
+def heat_map(values: Mapping[tuple[int, int], float], title: str, *, down: str, across: str) -> Picture:
+    """Lay out one cell for each value, grey where there is none.
+
+    Args:
+        values: by (number down, number across).
+        down, across: what these numbers are.
+    """
+    rows, columns = sorted({row for row, _ in values}), sorted({column for _, column in values})
+    left, top = MARGIN + LABEL_WIDTH, MARGIN + HEAD_HEIGHT
+    words = [
+        Words(MARGIN, MARGIN + 7, title, 15, INK, bold=True),
+        Words(MARGIN, MARGIN + 27, f"down: {down}, across: {across}", 11, MUTED),
+    ]
+    words += [
+        Words(left + (x + 0.5) * CELL_WIDTH, top - 10, str(column), 11, MUTED, "middle")
+        for x, column in enumerate(columns)
+    ]
+    low, high = min(values.values()), max(values.values())
+    boxes = []
+    for y, row in enumerate(rows):
+        middle = top + (y + 0.5) * CELL_HEIGHT
+        words.append(Words(MARGIN, middle, str(row), 11, MUTED))
+        for x, column in enumerate(columns):
+            value = values.get((row, column))
+            level = 0.0 if value is None or high == low else (value - low) / (high - low)
+            fill = IDLE if value is None else _colour(level)
+            boxes.append(Box(left + x * CELL_WIDTH, top + y * CELL_HEIGHT, CELL_WIDTH - 1, CELL_HEIGHT - 1, fill))
+            if value is not None:
+                ink = "#ffffff" if level > 0.6 else INK
+                words.append(Words(left + (x + 0.5) * CELL_WIDTH, middle, f"{value:.2f}", 10, ink, "middle"))
+    width = max(left + len(columns) * CELL_WIDTH + MARGIN, 2 * MARGIN + 8.5 * len(title))
+    return Picture(width, top + len(rows) * CELL_HEIGHT + MARGIN, boxes, words)
+
+
+def _colour(level: float) -> str:
+    return "#" + "".join(f"{round(a + (b - a) * level):02x}" for a, b in zip(LIGHTEST, DARKEST, strict=True))

@@ -1,0 +1,75 @@
+"""The CSV of torch.distributed.pipelining, which torchtitan reads with `pipeline_parallel_schedule_csv`.
+
+The grid is the same, a row a rank, but the letters are not:
+
+    here    F    B (input half)    W    BW (both)
+    there   F    I                 W    B
+
+PyTorch writes a forward and a backward that it overlaps as one cell, `(0F1;7B0)OVERLAP_F_B`. Here they are two actions
+in this order. Its files may hold communication; that is left out, since it follows from the order.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+
+from pipeline.schedules.action import Action, Kind, ScheduleError
+
+_THERE = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_HERE = {letter: kind for kind, letter in _THERE.items()}
+_COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+_OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+_CELL = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
+
+
+def dump_torch(orders: Sequence[Sequence[Action]]) -> str:
+    """Write orders as PyTorch's `_PipelineScheduleRuntime` reads them.
+
+    Raises:
+        ValueError: an order holds communication, which PyTorch adds itself.
+    """
+    for order in orders:
+        for action in order:
+            if action.kind not in _THERE:
+                raise ValueError(f"an order holds compute actions only (F, B, W, BW), got {action}")
+    return "".join(
+        ",".join(f"{action.stage}{_THERE[action.kind]}{action.microbatch}" for action in order) + "\n"
+        for order in orders
+    )
+
+
+def parse_torch(text: str) -> list[list[Action]]:
+    """Read the orders of such a file; nothing but the cells is checked.
+
+    Raises:
+        ScheduleError: a cell is nothing that PyTorch writes.
+    """
+    return [
+        [
+            action
+            for index, cell in enumerate(row)
+            for part in _parts(cell.strip())
+            for action in _read(part, cell.strip(), rank, index)
+        ]
+        for rank, row in enumerate(csv.reader(text.strip().splitlines()))
+    ]
+
+
+def _parts(cell: str) -> list[str]:
+    pair = _OVERLAPPED.fullmatch(cell)
+    return [cell] * bool(cell) if pair is None else [part.strip() for part in pair.groups()]
+
+
+def _read(part: str, cell: str, rank: int, index: int) -> list[Action]:
+    match = _CELL.fullmatch(part)
+    if match is not None and match[2] in _COMMUNICATION:
+        return []
+    if match is None or match[2] not in _HERE or not match[3]:
+        raise ScheduleError(
+            f"a cell of PyTorch is a stage, one of {', '.join(_HERE)}, and a micro-batch, as 1F0, or two overlapped, "
+            f"as (0F1;1B0)OVERLAP_F_B; got {cell!r} on rank {rank}",
+            [(rank, index)],
+        )
+    return [Action(_HERE[match[2]], int(match[1]), int(match[3]))]
