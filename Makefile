@@ -93,6 +93,9 @@ bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, wit
 
 test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m gpu tests
+	@gpus=$$(nvidia-smi --list-gpus | wc -l); test "$$gpus" -lt 2 || { \
+	    echo "tests of GPU arrays between ranks, through NCCL on 2 GPUs"; \
+	    $(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(GPU_PYTHON) -m pytest -p no:cacheprovider -m "mpi and gpu" --nccl tests; }
 
 bench-gpu:  ## a training step on one GPU beside PyTorch, with a Python that has CuPy and PyTorch: GPU_PYTHON=python3
 	$(GPU_PYTHON) benchmarks/gpu.py

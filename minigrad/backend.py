@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import sys
 from types import ModuleType
 from typing import Any
@@ -83,6 +84,12 @@ def gpu_name() -> str:
     return str(cuda.runtime.getDeviceProperties(cuda.Device().id)["name"].decode())
 
 
+def gpu_bus_id() -> str:
+    """Return what tells the current GPU from all others of this host, with the host's name."""
+    cuda = cupy().cuda
+    return f"{platform.node()} {cuda.runtime.deviceGetPCIBusId(cuda.Device().id)}"
+
+
 def cupy() -> Any:
     """Return the module.
 
@@ -94,6 +101,16 @@ def cupy() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("GPU arrays need CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
     return module
+
+
+def nccl_module() -> Any:
+    """Return CuPy's door to NCCL, or None where NCCL is not installed."""
+    cupy()
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return None
+    return nccl if nccl.available else None
 
 
 def cuda_library(name: str) -> Any:

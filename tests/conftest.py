@@ -14,6 +14,7 @@ and ends the job: a rank that has failed would leave the others waiting. Nothing
     pytest --synchronous-sends          every world is of that kind
     pytest --deterministic              under mpirun, sums in rank order; threads always sum so
     pytest --unchecked-collectives      under mpirun, ranks do not compare their calls, as in a user's run
+    pytest --nccl                       under mpirun, each rank takes a GPU, and GPU arrays go through NCCL
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from typing import Any
 
 import pytest
 
-from distributed import Communicator, LocalWorld, SoloCommunicator, launched_by_mpi, launcher_rank, world
+from distributed import (
+    Communicator,
+    LocalWorld,
+    SoloCommunicator,
+    launched_by_mpi,
+    launcher_rank,
+    local_rank,
+    world,
+)
+from minigrad.backend import use_gpu
 
 UNDER_MPI = launched_by_mpi()
 MPI_WORLD = pytest.StashKey[Communicator]()
@@ -48,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--synchronous-sends", action="store_true", help="no send completes before its receive is posted")
     parser.addoption("--deterministic", action="store_true", help="MPI's ranks sum in rank order, as threads always do")
     parser.addoption("--unchecked-collectives", action="store_true", help="MPI's ranks do not compare their calls")
+    parser.addoption("--nccl", action="store_true", help="each of MPI's ranks takes a GPU of its own, and uses NCCL")
 
 
 @pytest.hookimpl(trylast=True)
@@ -58,7 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # from nohup, and from some CI
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, to themselves and to jobs
     if UNDER_MPI:
+        if config.getoption("--nccl"):
+            use_gpu(local_rank())
         config.stash[MPI_WORLD] = world(
+            gpus=config.getoption("--nccl"),
             synchronous_sends=config.getoption("--synchronous-sends"),
             deterministic=config.getoption("--deterministic"),
             timeout_seconds=TIMEOUT_SECONDS,

@@ -25,7 +25,7 @@ from distributed.comm.failure import Heal
 from distributed.comm.reduction import ReduceOp, check_reducible
 from distributed.comm.transfer import carry, carry_rows, check_array
 from distributed.comm.work import Array, Work
-from minigrad.backend import xp_of
+from minigrad.backend import synchronize, xp_of
 
 # Every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise.
 PORTABLE_MAX_TAG = 32767
@@ -350,6 +350,10 @@ class Communicator(ABC):
     def _reads_gpu_memory(self, call: str) -> bool:
         """Whether this operation takes GPU arrays as they are."""
         return False
+
+    def _finish_writing(self, array: Array) -> None:
+        """Do what is needed before a GPU array is read as it is: wait for the kernels that write it."""
+        synchronize(array)
 
     def _describe_context(self) -> str:
         """Say in whose name this communicator waits, for the end of an error message."""

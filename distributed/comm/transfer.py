@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distributed.comm.work import Array, JoinedWork, Work
-from minigrad.backend import synchronize, xp_of
+from minigrad.backend import xp_of
 
 _MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts in C ints, which may count bytes, whatever the dtype
 
@@ -25,6 +25,8 @@ class Carrier(Protocol):
     max_message_elements: int
 
     def _reads_gpu_memory(self, call: str) -> bool: ...
+
+    def _finish_writing(self, array: Array) -> None: ...
 
 
 def check_array(call: str, array: Array, *, written: bool) -> None:
@@ -137,7 +139,7 @@ def _goes_directly(carrier: Carrier, call: str, array: Array) -> bool:
     if xp_of(array) is np:
         return True
     if carrier._reads_gpu_memory(call):
-        synchronize(array)
+        carrier._finish_writing(array)
         return True
     return False
 

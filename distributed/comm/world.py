@@ -35,6 +35,7 @@ def world(
     progress_thread: bool = False,
     check_collectives: bool | None = None,
     survive: bool = False,
+    gpus: bool = False,
 ) -> Communicator:
     """Return the communicator of all ranks of this job.
 
@@ -53,6 +54,8 @@ def world(
             says: MINIGRAD_CHECK_COLLECTIVES=1. `LocalWorld` always compares.
         survive: the death of a rank raises RankFailure on the others, who can go on: see `distributed.recovery`. Needs
             Open MPI 5 under `mpirun --with-ft ulfm`.
+        gpus: collectives of GPU arrays go through NCCL, if each rank has a GPU of its own, its current one. They begin
+            and end on the GPU: no rank waits for them on the host, so no timeout ends them.
     Raises:
         RuntimeError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs; or
             this MPI cannot do what is asked.
@@ -78,6 +81,10 @@ def world(
             f"ranks need the launcher of their own MPI, but {_launcher(os.environ)} started {size} ranks and each is "
             f"alone in {comm.library}, which mpi4py loads"
         )
+    if gpus:
+        from distributed.comm.nccl import with_nccl
+
+        return with_nccl(comm)
     return comm
 
 

@@ -1,12 +1,17 @@
 """CuPy arrays through communicators: right where the MPI reads GPU memory and where it does not.
 
-mpirun -n 2 python -m pytest -m gpu tests
+mpirun -n 2 python -m pytest -m gpu tests           through pinned memory, or by an MPI that reads GPU memory
+mpirun -n 2 python -m pytest -m gpu --nccl tests    through NCCL, where there are two GPUs
 """
 
 import numpy as np
 import pytest
 
-from distributed import ReduceOp
+from distributed import DistributedDataParallel, ReduceOp
+from minigrad.cuda_graph import CapturedStep
+from minigrad.models import GPT, GPTConfig
+from minigrad.optim import AdamW, Optimizer
+from minigrad.precision import use_precision
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -84,5 +89,86 @@ def test_a_strided_array_of_the_gpu_is_refused(ranks):
     def program(comm):
         with pytest.raises(ValueError, match="allreduce needs a contiguous array"):
             comm.allreduce(cupy.zeros(4)[::2])
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
+def test_reductions_are_those_of_the_host(ranks, dtype):
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+
+    def program(comm):
+        values = (np.arange(1, 1001) * (comm.rank + 1) / 7).astype(dtype)
+        kinds = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX] + [ReduceOp.MEAN] * (np.dtype(dtype).kind != "i")
+        for op in kinds:
+            expected = comm.allreduce(values.copy(), op=op).wait()
+            found = comm.allreduce(cupy.asarray(values), op=op).wait().get()
+            np.testing.assert_allclose(found.astype(float), expected.astype(float), rtol=1e-6, err_msg=str(op))
+
+    ranks.run(program)
+
+
+def test_an_allreduce_is_captured_and_replayed(ranks):
+    """Where no host has to wait for it: through NCCL, or with one rank."""
+
+    def program(comm):
+        if comm.size > 1 and "NCCL" not in comm.library:
+            return
+        stream = cupy.cuda.Stream()
+        array = cupy.zeros(1 << 20, np.float32)
+        with stream:
+            comm.allreduce(array).wait()
+            stream.begin_capture()
+            array += np.float32(comm.rank + 1)
+            work = comm.allreduce(array)
+            work.wait()
+            array *= np.float32(2)
+            graph = stream.end_capture()
+            array.fill(0)
+            for _ in range(3):
+                graph.launch(stream)
+            stream.synchronize()
+        total, added = 0.0, sum(range(1, comm.size + 1))
+        for _ in range(3):
+            total = 2 * (total * comm.size + added)
+        assert bool((array == np.float32(total)).all()), (float(array[0]), total)
+
+    ranks.run(program)
+
+
+def test_a_captured_data_parallel_step_is_the_step(ranks):
+    """Same bits, on every rank; buckets travel inside the graph."""
+    mg = pytest.importorskip("minigrad")
+    pytest.importorskip("cudnn")
+
+    def program(comm):
+        if comm.size > 1 and "NCCL" not in comm.library:
+            return
+        config = GPTConfig(vocab_size=64, context=32, num_layers=2, num_heads=2, width=64)
+        ids = np.random.default_rng(comm.rank).integers(0, 64, (5, 4, 33))
+
+        def train(captured):
+            model = GPT(config, device="cuda")
+            ddp = DistributedDataParallel(model, comm, bucket_bytes=1 << 16)
+            optimizer = Optimizer(model.parameters(), AdamW(1e-2), max_norm=1.0)
+            use_precision(model.parameters(), "bfloat16")
+
+            def step(x, y):
+                optimizer.zero_grad()
+                loss = mg.cross_entropy(model(x), y)
+                mg.backward_with_hooks(loss, ddp.hooks(num_samples=len(x)))
+                ddp.wait()
+                optimizer.step()
+                return loss
+
+            run = CapturedStep(step, optimizer) if captured else step
+            losses = [run(cupy.asarray(x[:, :-1]), cupy.asarray(x[:, 1:])).item() for x in ids]
+            return losses, np.concatenate([p.data.get().reshape(-1) for p in model.parameters()])
+
+        (losses, values), (graph_losses, graph_values) = train(captured=False), train(captured=True)
+        assert losses == graph_losses
+        np.testing.assert_array_equal(values, graph_values)
+        for other in comm.allgather(values).wait():
+            np.testing.assert_array_equal(other, values)
 
     ranks.run(program)
