@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 from minigrad.arguments import as_int
@@ -72,7 +71,9 @@ def _refuse_numpy(self: Tensor, function: Any, types: Any, args: Sequence[Any], 
     name = function.__name__
     if name in ("shape", "ndim", "size"):
         return getattr(self, name)
-    known = name in import_module("minigrad.ops").__all__
+    from minigrad import ops  # it imports this file
+
+    known = name in ops.__all__
     advice = f"minigrad.{name}" if known else f"x.{name}" if name in _BOUND else "x.data where no gradient is meant"
     raise TypeError(f"numpy.{name} of a Tensor would lose its gradient: use {advice}")
 

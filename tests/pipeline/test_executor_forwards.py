@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from toy_pipeline import check_grads, connect, dense, gradients_in_one_process
+from toy_pipeline import apply, check_grads, connect, dense, gradients_in_one_process
 
 import minigrad as mg
 from minigrad import nn
+from minigrad.mode import is_recording
 from pipeline import FORWARD_ONLY, SCHEDULES, F, draw, simulate, validate
 from pipeline.runtime.microbatch import split
 from pipeline.schedules.orders import backwards_of, forwards_of
@@ -49,6 +50,28 @@ def test_a_batch_of_fewer_samples_makes_fewer_micro_batches(ranks, schedule):
         assert all(p.grad is None for p in pipe.stages.parameters())
 
     ranks.run(program)
+
+
+def test_nothing_is_recorded_where_no_backward_comes(ranks):
+    """A tape of every forward would hold all activations, and nothing else of the result would tell."""
+    recorded = []
+
+    def look(x):
+        recorded.append(is_recording())
+        return x
+
+    def program(comm):
+        layers = [dense("first", 4, 4), *(apply(f"look{i}", look) for i in range(comm.size))]
+        pipe = connect(comm, layers, num_microbatches=comm.size)
+        pipe.evaluate(X, Y)
+        pipe.predict(X)
+        comm.barrier()
+        assert set(recorded) == {False}
+        comm.barrier()
+        pipe.step(X, Y)
+
+    ranks.run(program)
+    assert set(recorded) == {False, True}
 
 
 @EVERY_SCHEDULE
