@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distributed.comm.progress import Steps
+from distributed.comm.reduction import ReduceOp
 from distributed.comm.transfer import describe_array
 from distributed.comm.work import Array
 
@@ -32,15 +33,22 @@ class Call(NamedTuple):
     Attributes:
         kind: `allreduce`.
         array: what it moves.
-        detail: ` by SUM`, ` from 0`.
+        op: how it is reduced.
+        root: the rank that it comes from.
     """
 
     kind: str
     array: Array | None = None
-    detail: str = ""
+    op: ReduceOp | None = None
+    root: int | None = None
 
     def __str__(self) -> str:
-        return self.kind + ("" if self.array is None else f" of {describe_array(self.array)}") + self.detail
+        text = self.kind
+        if self.array is not None:
+            text += f" of {describe_array(self.array)}"
+        if self.op is not None:
+            text += f" by {self.op.name}"
+        return text if self.root is None else f"{text} from {self.root}"
 
 
 def call_site() -> str:

@@ -241,15 +241,15 @@ class LocalCommunicator(Communicator):
         raise error
 
     def _broadcast(self, array: Array, root: int) -> Work:
-        call = Call("broadcast", array, f" from {root}")
+        call = Call("broadcast", array, root=root)
         return self._collective(call, array, lambda arrays: arrays[root].copy(), lambda result: _fill(array, result))
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
-        call = Call("allreduce", array, f" by {op.name}")
+        call = Call("allreduce", array, op=op)
         return self._collective(call, array, _reduction(op), lambda result: _fill(array, result))
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        call = Call("reduce_scatter", flat, f" by {op.name}")
+        call = Call("reduce_scatter", flat, op=op)
         n = flat.size // self.size
         own = slice(self.rank * n, (self.rank + 1) * n)
         return self._collective(call, flat, _reduction(op), lambda result: _fill(flat[own], result[own]))

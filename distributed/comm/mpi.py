@@ -199,16 +199,16 @@ class MPICommunicator(Communicator):
         def steps() -> Steps:
             return (yield from until_done(self._comm.Ibcast([as_bytes(array), MPI.BYTE], root), array))
 
-        return self._collective(Call("broadcast", array, f" from {root}"), steps())
+        return self._collective(Call("broadcast", array, root=root), steps())
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
         shared = next((buffer for buffer in self._shared if buffer.holds(array)), None)
         steps = self._reduction.allreduce(array, op) if shared is None else shared.allreduce(array, op)
-        return self._collective(Call("allreduce", array, f" by {op.name}"), steps)
+        return self._collective(Call("allreduce", array, op=op), steps)
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
         steps = self._reduction.reduce_own_slice(flat, op)
-        return self._collective(Call("reduce_scatter", flat, f" by {op.name}"), steps)
+        return self._collective(Call("reduce_scatter", flat, op=op), steps)
 
     def _allgather(self, array: Array) -> Work:
         return self._collective(Call("allgather", array), _allgather(self._comm, array))

@@ -52,16 +52,18 @@ class MPIReduction:
 
     def _reduce(self, array: Array, out: Array, op: ReduceOp, launch: Launch) -> Steps:
         """Let MPI combine the values of all ranks, and write the result of `op` into `out`."""
-        mpi = self._mpi
         values = widened(array)
-        is_nan = None
-        if is_comparison(op) and values.dtype.kind == "f":
-            # Whether a comparison sees nan, each MPI decides for itself. It wins here, as in np.maximum.
-            flags = xp_of(values).isnan(values.reshape(-1))
-            synchronize(flags)
-            is_nan = launch(flags, mpi.LOR)
-        synchronize(values)
-        request, total = launch(values, {ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX}.get(op, mpi.SUM))
+        if values is not array:
+            synchronize(values)
+        how, is_nan = self._mpi.SUM, None
+        if is_comparison(op):
+            how = self._mpi.MIN if op is ReduceOp.MIN else self._mpi.MAX
+            if values.dtype.kind == "f":
+                # Whether a comparison sees nan, each MPI decides for itself. It wins here, as in np.maximum.
+                flags = xp_of(values).isnan(values.reshape(-1))
+                synchronize(flags)
+                is_nan = launch(flags, self._mpi.LOR)
+        request, total = launch(values, how)
         yield from until_done(request, total, values)
         if is_nan is not None:
             total.reshape(-1)[(yield from until_done(*is_nan))] = np.nan

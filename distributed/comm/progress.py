@@ -102,7 +102,8 @@ class Engine:
         with self._lock:
             if not self.move(operation):
                 self._unfinished[operation] = None
-                self._busy.set()
+                if self._thread is not None:
+                    self._busy.set()
         self.progress()
         return operation
 

@@ -86,6 +86,8 @@ def carry(carrier: Carrier, call: str, array: Array, start: Callable[[Array], Wo
         start: starts it on a part.
         written: whether it changes `array`.
     """
+    if type(array) is np.ndarray and array.size <= carrier.max_message_elements and array.nbytes <= _MAX_MESSAGE_BYTES:
+        return start(array)  # as nearly all go
     direct, longest = _goes_directly(carrier, call, array), longest_message(carrier, array)
     if direct and array.size <= longest:
         return start(array)

@@ -20,7 +20,7 @@ HERE = r"\(.*test_calls\.py:\d+\)"
 
 def test_a_call_is_described():
     assert str(Call("barrier")) == "barrier"
-    assert str(Call("allreduce", np.zeros((2, 3), np.float32), " by SUM")) == "allreduce of float32[2, 3] by SUM"
+    assert str(Call("allreduce", np.zeros((2, 3), np.float32), ReduceOp.SUM)) == "allreduce of float32[2, 3] by SUM"
 
 
 def test_the_line_that_calls_is_the_users_own():
