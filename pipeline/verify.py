@@ -7,7 +7,7 @@ part of the gradient is wrong. An application: it knows all three packages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,9 @@ from pipeline.runtime.stage import PipelineStage
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 
 LossFn = Callable[[Any, Array], Tensor]
+
+
+_ROUNDINGS = 100  # of the size of a sum, that its value may be off by
 
 
 class MismatchError(AssertionError):
@@ -121,8 +124,8 @@ def verify(
     return report
 
 
-def _build(case: Case) -> Sequential:
-    param = ParamGetter(case.seed, case.dtype)
+def _build(case: Case, dtype: Any = None) -> Sequential:
+    param = ParamGetter(case.seed, dtype or case.dtype)
     return Sequential(factory(param) for _, factory in case.layers)
 
 
@@ -180,11 +183,13 @@ class _SpreadRun:
             ddp.wait()
             norm = global_norm(stages)
             differences = self._differences(step, ddp.mean(loss), norm)
+            for name in self._rounding(differences, step, number, x, y):
+                del differences[name]
             wrong = next((name for name, difference in differences.items() if not difference <= case.rtol), None)
             self._raise_everywhere(
                 wrong and f"step {number}: {self._describe(wrong, differences[wrong], step, number, x, y, rows)}"
             )
-            largest = max(largest, *differences.values())
+            largest = max(largest, *differences.values())  # the loss and the norm are always there
             scale_to_norm(self.params, norm, case.max_norm)
             optimizer.step()
         num_parameters = len(expected[0].grads)
@@ -198,6 +203,29 @@ class _SpreadRun:
         differences = {name: _difference(own[name], step.grads[name]) for name in names}
         pairs = {"the loss": (loss, step.loss), "the norm of the gradient": (norm, step.norm)}
         return differences | {name: _difference(np.array(a), np.array(b)) for name, (a, b) in pairs.items()}
+
+    def _rounding(self, differences: Mapping[str, float], step: _Step, number: int, x: Array, y: Array) -> list[str]:
+        """Return the gradients whose difference is no more than rounding of the sums that they come out of.
+
+        A gradient may be zero but for rounding, as that of a bias of attention's keys is: relative to itself any
+        difference is large. How large the sums were that cancelled shows in another precision: there the gradient is
+        off by about their size times that precision's unit.
+        """
+        suspects = [name for name, difference in differences.items() if not difference <= self.case.rtol]
+        suspects = [name for name in suspects if name in step.grads]
+        if not suspects:
+            return []
+        own = np.dtype(self.case.dtype)
+        other = np.dtype(np.float32 if own == np.float64 else np.float64)
+        coarse = np.finfo(max(own, other, key=lambda dtype: np.finfo(dtype).eps)).eps
+        again = self._part_alone(step, number, x, y, np.arange(len(x)), 1.0, dtype=other)
+        grads = {p.name: p.grad for p in self.params}
+
+        def allowed(name: str) -> float:
+            size_of_sums = np.abs(again[name] - step.grads[name]).max() / coarse
+            return float(_ROUNDINGS * np.finfo(own).eps * size_of_sums)
+
+        return [name for name in suspects if np.abs(grads[name] - step.grads[name]).max() <= allowed(name)]
 
     def _describe(self, name: str, difference: float, step: _Step, number: int, x: Array, y: Array, rows: Array) -> str:
         """Say where a difference is; of a gradient, also which micro-batch's part of it is the first wrong one."""
@@ -215,10 +243,16 @@ class _SpreadRun:
                 return f"{text}; the part of micro-batch {i} is the first wrong one"
         return f"{text}; the parts of all micro-batches are right, so their reduction over ranks is not"
 
-    def _part_alone(self, step: _Step, number: int, x: Array, y: Array, rows: Array, weight: float) -> dict[str, Array]:
-        """Return what one micro-batch adds to each gradient, computed in one process."""
-        model = _build(self.case)
-        model.load_state_dict(step.values)
+    def _part_alone(
+        self, step: _Step, number: int, x: Array, y: Array, rows: Array, weight: float, *, dtype: Any = None
+    ) -> dict[str, Array]:
+        """Return what some samples add to each gradient, computed in one process, in another precision if asked to."""
+        model = _build(self.case, dtype)
+        values = step.values
+        if dtype is not None:
+            x, y = (part.astype(dtype) if part.dtype.kind == "f" else part for part in (x, y))
+            values = {name: v.astype(dtype) if v.dtype == self.case.dtype else v for name, v in values.items()}
+        model.load_state_dict(values)
         with rng.scope(seed=self.case.seed, step=number, first_sample=int(rows[0])):
             loss = self.case.loss_fn(model(x[rows]), y[rows])
         backward_with_grad(loss, weight)

@@ -12,6 +12,7 @@ from jobs import needs_mpirun, run_job
 
 import minigrad as mg
 from distributed import GradientBucketManager, LocalWorld
+from minigrad import nn
 from minigrad.models import gpt, mlp
 from pipeline.__main__ import main
 from pipeline.cli import verify as verify_command
@@ -200,3 +201,45 @@ def test_the_command_under_mpirun() -> None:
     result = run_job(["-m", "mpi4py", "-m", "pipeline", "verify", "mlp", "--dp", "2", "--pp", "1"], ranks=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("equal to one process") == 1
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from layers of their own: the gradient of the keys' bias is zero but for rounding."""
+
+    def __init__(self, param: nn.ParamGetter) -> None:
+        self.query, self.key, self.value = (nn.Linear(param.at(name), 8, 8) for name in ("query", "key", "value"))
+
+    def __call__(self, x: Any) -> mg.Tensor:
+        return mg.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+
+def attention_case(*, dtype: Any = np.float64, rtol: float = 1e-10) -> Case:
+    generator = np.random.default_rng(3)
+    points = generator.standard_normal((2, 2, 6, 5, 8)).astype(dtype)
+    batches = [(x, y) for x, y in points]
+    layers = [(f"a{i}", lambda param, i=i: Attention(param.at(f"a{i}"))) for i in range(4)]
+    return Case(layers, batches, mg.mse, dtype=dtype, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(dtype: Any) -> None:
+    report = verify(
+        attention_case(dtype=dtype, rtol=1e-10 if dtype == np.float64 else 1e-4), dp=2, pp=2, num_microbatches=2
+    )
+    assert report.largest_difference < (1e-10 if dtype == np.float64 else 1e-4)
+
+
+def test_a_small_fault_in_a_gradient_that_is_zero_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(backward: Any) -> Any:
+        def adds_a_little(self: Any, *args: Any) -> Any:
+            result = backward(self, *args)
+            for name, p in self.named_parameters().items():
+                if name.endswith("a0.key.bias"):
+                    p.grad[...] += 1e-12
+            return result
+
+        return adds_a_little
+
+    monkeypatch.setattr(PipelineStage, "backward", faulty(PipelineStage.backward))
+    with pytest.raises(MismatchError, match=r"the gradient of 'a0\.key\.bias' differs"):
+        verify(attention_case(), pp=2, num_microbatches=2)
