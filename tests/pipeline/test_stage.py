@@ -367,6 +367,26 @@ def test_a_layer_that_cannot_be_made_on_one_rank_is_an_error_on_all(ranks):
     ranks.run(program)
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_tied_parameters_come_first_so_that_their_bucket_is_the_last(ranks):
+    """Buckets are launched from the last parameter to the first, and tied ones are final at the end of a step."""
+
+    def program(comm):
+        between = [dense(f"fc{i}", 4, 4) for i in range(2 * comm.size)]
+        layers = [scale("w"), *between, scale("last", shared="w")]
+        specs = cut_by_sizes([name for name, _ in layers], [3, *[2] * (comm.size - 2), 3])
+        stages = PipelineStage.of(layers, comm, ONE, specs=specs)
+        return [p.name for p in stages.tied], [p.name for p in stages.parameters()]
+
+    results = ranks.run(program)
+    for rank in (0, ranks.size - 1):
+        tied, names = results[rank]
+        assert tied == ["w"]
+        assert names[0] == "w"
+        assert names.count("w") == 1
+    assert len(results[-1][1]) > 1, "on the last rank the tied one is the last of the layers"
+
+
 @pytest.mark.ranks(2)
 def test_a_parameter_of_two_stages_of_one_rank_is_one(ranks):
     """As in a V placement, where the first and the last stage are neighbours on a rank."""
