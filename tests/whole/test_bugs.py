@@ -194,8 +194,10 @@ def test_no_helper_widens_float32(function: Callable[[mg.Tensor], mg.Tensor], dt
     # autograd#163, autograd#199, dlsyscourse/hw2#11
     x = leaf([1, 2, 2, 4], dtype)
     y = function(x)
-    assert y.dtype == dtype
-    mg.backward_with_grad(y, np.ones(y.shape, dtype))
+    assert y.node is not None
+    is_loss = y.node.name in ("cross_entropy", "mse")  # in float16 it would have three digits
+    assert y.dtype == (np.float32 if is_loss and dtype == np.float16 else dtype)
+    mg.backward_with_grad(y, np.ones(y.shape, y.dtype))
     assert x.grad is not None
     assert x.grad.dtype == dtype
 
