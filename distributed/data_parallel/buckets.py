@@ -303,11 +303,11 @@ class GradientBucketManager:
         """Launch buckets in their order, up to the first that is not complete."""
         while self._num_launched < self.num_buckets and not self.buckets[self._num_launched].pending:
             bucket = self.buckets[self._num_launched]
-            self._num_launched += 1
             grad = bucket.range.grad  # zeros where no backward reached
             if self._share != 1:
                 grad *= grad.dtype.type(self._share)
             bucket.work = self._comm_hook(grad, self.comm)
+            self._num_launched += 1
 
     def _close(self, p: Parameter) -> None:
         """Take a final gradient: from here on nothing may be added to it."""

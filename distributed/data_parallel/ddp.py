@@ -17,6 +17,8 @@ from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
 
+NOT_GIVEN = -math.inf  # what travels for a weight that a rank leaves out
+
 
 class HasParameters(Protocol):
     """A module, or the stages of a pipeline: these have `buffers()` too."""
@@ -60,7 +62,7 @@ class DistributedDataParallel:
     Raises:
         ValueError: the ranks' parameters differ in name, shape or dtype, or their buckets do: by bucket_bytes, or by
             an optimizer made before that placed parameters otherwise. The same message on every rank. Or check_every
-            is negative.
+            is negative, or not the same on all.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class DistributedDataParallel:
         self.params = list(model.parameters())
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
         check_layout("parameter", self.params, self.comm)
+        same_on_all(self.comm, "setting", [f"check_every={check_every}"])
         self._is_whole_step = recorder is None  # or the pipeline says what is computed
         self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
         self.buckets = GradientBucketManager(
@@ -117,13 +120,13 @@ class DistributedDataParallel:
         return self.hooks_for(self.count_samples(num_samples, weight), mean_over=mean_over)
 
     def count_samples(self, num_samples: int, weight: float | None = None) -> Array:
-        """Return the (size, 2) numbers of samples, and weights, of all ranks. Collective; see `hooks`.
+        """Return the (size, 2) numbers of samples, and weights or NOT_GIVEN, of all ranks. Collective; see `hooks`.
 
         Raises:
             RuntimeError: the last backward is not over.
         """
         self.buckets.check_idle()
-        own = np.array([num_samples, num_samples if weight is None else weight], np.float64)
+        own = np.array([num_samples, NOT_GIVEN if weight is None else weight], np.float64)
         waiting = self.comm.waiting_for("the number of samples of each rank, in ddp.hooks")
         with self.recorder.span("wait", "sample counts"), waiting:
             return self.comm.allgather(own).wait()
@@ -136,8 +139,11 @@ class DistributedDataParallel:
         num_samples, weights = counts[:, 0].astype(int).tolist(), counts[:, 1].tolist()
         if min(num_samples) < 1:
             raise ValueError(f"every rank needs num_samples of at least 1, got {num_samples} by rank")
+        if weights == [NOT_GIVEN] * len(weights):
+            weights = num_samples
         if not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"every rank needs a weight above 0 and finite, got {weights} by rank")
+            given = [None if weight == NOT_GIVEN else weight for weight in weights]
+            raise ValueError(f"every rank needs a weight above 0 and finite, or none does, got {given} by rank")
         self._num_backwards += 1
         if self._check_every and self._num_backwards % self._check_every == 0:
             self.check_replicas()

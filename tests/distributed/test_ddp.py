@@ -792,7 +792,22 @@ def test_a_weight_that_cannot_be_one_is_an_error_on_all(ranks, weight):
         return str(caught.value)
 
     weights = [2.0] * (ranks.size - 1) + [weight]
-    assert ranks.run(program) == [f"every rank needs a weight above 0 and finite, got {weights} by rank"] * ranks.size
+    assert (
+        ranks.run(program)
+        == [f"every rank needs a weight above 0 and finite, or none does, got {weights} by rank"] * ranks.size
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_weight_on_one_rank_alone_is_an_error_on_all(ranks):
+    def program(comm):
+        ddp = DistributedDataParallel(Weights(w=1.0), comm)
+        with pytest.raises(
+            ValueError, match=r"every rank needs a weight above 0 and finite, or .* got \[5\.0, None\] by rank"
+        ):
+            ddp.hooks(num_samples=3, weight=None if comm.rank else 5.0)
+
+    ranks.run(program)
 
 
 def test_losses_and_gradients_weigh_by_what_counts_where_that_is_said(ranks):

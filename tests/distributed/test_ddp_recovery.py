@@ -14,6 +14,7 @@ from distributed import (
     TrainingConfig,
     Work,
 )
+from distributed.data_parallel.comm_hooks import allreduce
 from minigrad.nn import Linear, Module, ParamGetter
 from minigrad.optim import SGD, Optimizer, clip_by_global_norm
 
@@ -190,6 +191,33 @@ def test_of_several_ranks_one_that_failed_can_do_nothing_before_it_cancels(ranks
         assert all(p.grad is None for p in ddp.params)
 
     ranks.run(program)
+
+
+def test_a_comm_hook_that_raises_is_gone_on_from_too(ranks):
+    def program(comm):
+        model = Fuse()
+        errors = [MemoryError("no memory for a copy")] if comm.rank == comm.size - 1 else []
+
+        def hook(grad, comm):
+            if errors:
+                raise errors.pop()
+            return allreduce(grad, comm)
+
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, comm_hook=hook)
+        norms = []
+        for _ in range(2):
+            try:
+                mg.backward_with_hooks(loss_of(model), ddp.hooks(num_samples=4))
+                ddp.wait()
+            except (MemoryError, RuntimeError):
+                ddp.cancel()
+                continue
+            norms.append(clip_by_global_norm(ddp.params, 1e9))
+        return norms
+
+    expected, _ = undisturbed(1)
+    for norms in ranks.run(program):
+        assert norms == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.ranks(2)

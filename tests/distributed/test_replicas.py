@@ -133,6 +133,15 @@ def test_equal_weights_pass_and_nothing_is_looked_at_unless_asked(ranks, monkeyp
     assert ranks.run(program, 0) == [0] * ranks.size
 
 
+@pytest.mark.ranks(2)
+def test_all_ranks_look_at_the_same_time(ranks):
+    def program(comm):
+        with pytest.raises(ValueError, match="setting 0 is check_every=0 on rank 0 and check_every=1 on rank 1"):
+            made(comm, check_every=comm.rank)
+
+    ranks.run(program)
+
+
 def test_a_negative_number_of_steps_between_looks_is_refused(ranks):
     def program(comm):
         with pytest.raises(ValueError, match="check_every must not be negative, got -1"):
