@@ -69,7 +69,7 @@ def _along(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _refuse_numpy(self: Tensor, function: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Answer NumPy, which asks before its function looks at a tensor."""
     name = function.__name__
-    if name in ("shape", "ndim", "size"):
+    if name in ("shape", "ndim", "size") and len(args) == 1 and not kwargs:
         return getattr(self, name)
     from minigrad import ops  # it imports this file
 

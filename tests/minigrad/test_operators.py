@@ -48,6 +48,8 @@ def test_a_function_of_numpy_says_which_op_to_use(call: Callable[[mg.Tensor], An
 
 def test_numpy_may_ask_for_the_shape() -> None:
     assert (np.shape(leaf(2, 3)), np.ndim(leaf(2, 3)), np.size(leaf(2, 3))) == ((2, 3), 2, 6)
+    with pytest.raises(TypeError, match=r"numpy.size of a Tensor .* use x\.data"):
+        np.size(leaf(2, 3), 0)
 
 
 @pytest.mark.parametrize("many", [lambda *x: x, lambda *x: (list(x),), lambda *x: (tuple(x),)])
