@@ -58,7 +58,7 @@ def published_rows(seconds: float) -> list[str]:
         better += rate < zb_h2
         close += rate - bound < 0.001
         lines.append(
-            f"{p:4} {m:4}  {zb_h2:.4f} {zb_2p:.4f}  {rate:.5f}  {bound:.5f}  {100 * (rate - bound):11.5f}"
+            f"{p:4} {m:4}  {zb_h2:.4f} {zb_2p:.4f}  {rate:.5f}  {bound:.5f}  {max(0.0, 100 * (rate - bound)):11.5f}"
             f"  {found.num_tries:5}  {taken:7.1f}"
         )
     total = len(ROWS)
@@ -88,7 +88,7 @@ def main() -> None:
     """Print both tables and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="for a row (default 20)")
-    parser.add_argument("--tries", type=int, default=400, help="for a V (default 400)")
+    parser.add_argument("--tries", type=int, default=2000, help="for a V (default 2000)")
     arguments = parser.parse_args()
     lines = [*published_rows(arguments.seconds), "", *v_rows(arguments.seconds, arguments.tries)]
     print("\n".join(lines))
