@@ -133,7 +133,7 @@ print(f"{len(losses['1f1b'][1])} gradients, all equal: {equal}")
 assert equal
 
 # %% [markdown]
-# ## What to try
+# ## Things to try
 #
 # - Give the first stage twice the memory of the others: `limit=[8, 4, 4]`. Is it worth it?
 # - Two stages a rank: `rank_of=v_shape`, `num_stages=6`, half the times. How long is the step then?

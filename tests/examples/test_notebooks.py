@@ -63,7 +63,7 @@ def test_its_text_runs_as_a_script(source: Path, tmp_path: Path, monkeypatch: py
 
 def test_all_notebooks_are_found() -> None:
     folder = ROOT / "examples" / "notebooks"
-    assert [source.name[0] for source in sources()] == [*"123456"]
+    assert [source.name[0] for source in sources()] == [*"1234567"]
     assert {path.stem for path in folder.glob("*.ipynb")} == {source.stem for source in sources()}
 
 
