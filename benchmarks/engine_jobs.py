@@ -122,6 +122,11 @@ def torch_gemm_step(size: str) -> Step:
 
 def matrix_products(size: str) -> list[tuple[Any, Any, Any]]:
     """List the matrix products of a training step as (left, right, output), transposed views where it has them."""
+    return [product for group in products_by_op(size).values() for product in group]
+
+
+def products_by_op(size: str) -> dict[str, list[tuple[Any, Any, Any]]]:
+    """Return the matrix products of a training step by the op that needs them."""
     import numpy as np
 
     batch, s = BATCH[size], SIZES[size]
@@ -144,13 +149,19 @@ def matrix_products(size: str) -> list[tuple[Any, Any, Any]]:
             pairs += [*forward, *forward, (weights.mT, queries), (weights.mT, queries)]  # forward, then ds, dq, dv, dk
         return pairs
 
-    pairs = linear(width, s["vocab_size"])
+    pairs: dict[str, list[tuple[Any, Any]]] = {"linear": [], "causal_attention": []}
     for _ in range(s["num_layers"]):
-        pairs += linear(width, 3 * width) + attention() + linear(width, width)
-        pairs += linear(width, 4 * width) + linear(4 * width, width)
-    products = [(a, b, a @ b) for a, b in pairs]
-    shared = {out.shape: out for _, _, out in products}  # as an allocator would reuse them
-    return [(a, b, shared[out.shape]) for a, b, out in products]
+        pairs["linear"] += linear(width, 3 * width) + linear(width, width)
+        pairs["linear"] += linear(width, 4 * width) + linear(4 * width, width)
+        pairs["causal_attention"] += attention()
+    pairs["unembed"] = linear(width, s["vocab_size"])
+    shared: dict[Any, Any] = {}  # as an allocator would reuse them
+
+    def out(a: Any, b: Any) -> Any:
+        shape = (*a.shape[:-1], b.shape[-1])
+        return shared.setdefault(shape, np.empty(shape, np.float32))
+
+    return {name: [(a, b, out(a, b)) for a, b in group] for name, group in pairs.items()}
 
 
 STEPS: dict[str, Callable[[str], Step]] = {

@@ -35,6 +35,7 @@ __all__ = [
     "embedding_dtable",
     "gelu",
     "layer_norm",
+    "layer_norm_back",
     "layer_norm_dgain",
     "layer_norm_dx",
     "leaky_relu",
@@ -521,7 +522,9 @@ def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, A
 
 
 @_compiled(SUMS)
-def _layer_norm_dx(g: Array, x: Array, mean: Array, inverse: Array, gain: Array, dx: Array) -> None:
+def _layer_norm_back(
+    g: Array, x: Array, mean: Array, inverse: Array, gain: Array, dx: Array, dgain: Array, dbias: Array
+) -> None:
     m, n = x.shape
     T = x.dtype.type
     share = T(1 / max(1, n))
@@ -530,19 +533,26 @@ def _layer_norm_dx(g: Array, x: Array, mean: Array, inverse: Array, gain: Array,
         middle, r = mean[i, 0], inverse[i, 0]
         total, dot = T(0), T(0)
         for j in range(n):
-            t = cotangent[j] * gain[j]
+            h, t = (row[j] - middle) * r, cotangent[j] * gain[j]
             total += t
-            dot += t * ((row[j] - middle) * r)
+            dot += t * h
+            dgain[j] += cotangent[j] * h
+            dbias[j] += cotangent[j]
         total *= share
         dot *= share
         for j in range(n):
             out[j] = (cotangent[j] * gain[j] - total - (row[j] - middle) * r * dot) * r
 
 
+def layer_norm_back(g: Array, x: Array, mean: Array, inverse: Array, gain: Array) -> tuple[Array, Array, Array]:
+    n = x.shape[1]
+    dx, parts = np.empty(x.shape, x.dtype), np.zeros((2, 1, n), x.dtype)
+    _layer_norm_back(_plain(g), _plain(x), mean, inverse, _plain(gain), dx, parts[0, 0], parts[1, 0])
+    return dx, parts[0], parts[1]
+
+
 def layer_norm_dx(g: Array, x: Array, mean: Array, inverse: Array, gain: Array) -> Array:
-    dx = np.empty(x.shape, x.dtype)
-    _layer_norm_dx(_plain(g), _plain(x), mean, inverse, _plain(gain), dx)
-    return dx
+    return layer_norm_back(g, x, mean, inverse, gain)[0]
 
 
 @_compiled(SUMS)

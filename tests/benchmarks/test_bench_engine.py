@@ -8,6 +8,7 @@ import pytest
 from engine import Line, ratio
 from engine_jobs import BATCH, SIZES, STEPS, matrix_products, status_bytes
 from pinned_workers import KEEP_FREED_MEMORY, Worker, environment, interleave, once
+from step_profile import report
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 WITHOUT_TORCH = [name for name in STEPS if "torch" not in name]
@@ -82,3 +83,12 @@ def test_the_matrix_products_are_those_of_a_step() -> None:
     attention = s["num_layers"] * s["context"] * s["width"]  # of each query, for one of six products
     multiplications = sum(a.size * b.shape[-1] for a, b, _ in matrix_products("nano-cpu"))
     assert multiplications == rows * (3 * linear + 6 * attention)
+
+
+def test_the_profile_of_a_step_adds_up() -> None:
+    title, _, *rows = report("tiny", num_steps=2)
+    table = {row[:22].strip(): row[22:].split() for row in rows}
+    assert title.startswith("tiny, one thread, ")
+    assert {"linear", "causal_attention", "the optimizer", "the tape", "all"} <= table.keys()
+    assert table["all"][2] == "100.0%"
+    assert all(float(table[name][3]) >= 0 for name in ("linear", "causal_attention", "unembed"))
