@@ -36,7 +36,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search equality soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -114,6 +114,9 @@ bench-checkpoint: $(STAMP)  ## what saving costs a training step, with the targe
 
 bench-search: $(STAMP)  ## orders found under a memory limit beside published ones, with the bound; takes 6 minutes
 	$(PY) benchmarks/search.py
+
+equality: $(STAMP)  ## every model, layout, schedule and number of micro-batches trains as one process; takes five minutes
+	$(PY) -m pytest -n $(WORKERS) -m soak tests/whole/test_equality.py
 
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak
