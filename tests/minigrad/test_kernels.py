@@ -171,9 +171,8 @@ def test_nan_infinity_and_extremes_come_out_as_from_the_reference(cpu: Any, case
         args = CASES[case](sampler(dtype, odd=odd), 5, 9)
         for got, expected in zip(outputs(cpu, case, args), outputs(reference, case, args), strict=True):
             np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
-            if (
-                "norm_dx" not in case and "norm_back" not in case
-            ):  # where inf meets inf in a sum, and which is nan, is the order's doing
+            # In a sum where inf meets inf it is the order's doing which is nan.
+            if "norm_dx" not in case and "norm_back" not in case:
                 np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
                 np.testing.assert_array_equal(got == np.inf, expected == np.inf)
 
