@@ -61,8 +61,9 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
     given = vars(_parser(kind, description).parse_args(argv))
     where: Path | None = None
     try:
-        where, run = find_run(given.get("run"), given.get("resume"))
-        saved = read_saved(where, kind) if where is not None else {}
+        source, run = find_run(given.get("run"), given.get("resume"))
+        saved = read_saved(source, kind) if source is not None else {}
+        where = source
         for f in fields(kind):
             if f.metadata["fixed"] and f.name in saved and given.get(f.name, saved[f.name]) != saved[f.name]:
                 raise ValueError(
