@@ -105,7 +105,7 @@ def _row_vectors(n: int, *arrays: Array) -> bool:
 
 
 def _plain(x: Array) -> Array:
-    return cp.ascontiguousarray(x)
+    return x if x.flags.c_contiguous else cp.ascontiguousarray(x)  # which makes one number an array of one
 
 
 def _new_rows(rows: int, columns: int, dtype: Any) -> Array:

@@ -20,6 +20,7 @@ from jobs import MPIRUN, ROOT, environ
 import distributed
 import minigrad as mg
 from distributed import Communicator, DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator
+from minigrad.backend import use_gpu
 from minigrad.models import GPT, gpt
 from minigrad.optim import AdamW, Optimizer
 from pipeline import BW, SCHEDULES, F, PipelineExecutor, PipelineStage
@@ -105,6 +106,11 @@ def names(comm: Communicator) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", of("python"))
 def test_python(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if 'device="cuda"' in block.code:
+        try:
+            use_gpu(0)
+        except (ModuleNotFoundError, ValueError) as missing:
+            pytest.skip(str(missing))
     program = compile(block.code, f"{block.page.name}, block {block.number}", "exec")
     worlds: dict[int, Communicator] = {}
 
