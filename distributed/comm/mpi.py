@@ -52,9 +52,7 @@ def mpi_world(settings: Settings) -> MPICommunicator:
         check_ulfm(MPI)
         return _world_of(join(MPI) or MPIFamily(MPI, MPI.COMM_WORLD.Dup()), settings)
     _job_end(MPI.COMM_WORLD).on_uncaught_exception()
-    if settings.hosts is None:
-        settings = replace(settings, hosts=_hosts(MPI.COMM_WORLD))
-    return MPICommunicator(MPI.COMM_WORLD, settings)
+    return MPICommunicator(MPI.COMM_WORLD, _agreed(settings, MPI.COMM_WORLD))
 
 
 def _world_of(family: MPIFamily, settings: Settings) -> MPICommunicator:
@@ -63,8 +61,7 @@ def _world_of(family: MPIFamily, settings: Settings) -> MPICommunicator:
         _job_end(family.world).on_uncaught_exception()
         try:
             with family.guarded():
-                where = replace(settings, hosts=_hosts(family.world))
-                world = MPICommunicator(family.world, where, family=family)
+                world = MPICommunicator(family.world, _agreed(settings, family.world), family=family)
             whole = True
         except RankFailure:
             whole = False
@@ -81,6 +78,15 @@ def finalize_at_exit() -> None:
 
 def _job_end(world: MPI.Comm) -> JobEnd:
     return JobEnd(world.Get_rank(), world.Abort)
+
+
+def _agreed(settings: Settings, world: MPI.Comm) -> Settings:
+    """Return the settings with what ranks find out together. Collective.
+
+    One rank that asks for a check is enough: a launcher need not carry a variable of the environment to other hosts.
+    """
+    check = any(world.allgather(settings.check_collectives))
+    return replace(settings, hosts=_hosts(world), check_collectives=check)
 
 
 def _hosts(world: MPI.Comm) -> list[str]:

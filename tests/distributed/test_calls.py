@@ -162,13 +162,16 @@ def test_after_a_mismatch_every_call_fails(ranks):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("how", ["argument", "environment"])
+@pytest.mark.parametrize("how", ["argument", "environment", "environment of one rank"])
 def test_a_users_script_ends_with_both_lines(tmp_path, monkeypatch, how):
     monkeypatch.setenv("MINIGRAD_CHECK_COLLECTIVES", "1" if how == "environment" else "0")
     script = tmp_path / "train.py"
     script.write_text(
+        "import os\n"
         "import numpy as np\n"
-        "from distributed import world\n"
+        "from distributed import launcher_rank, world\n"
+        f"if launcher_rank() == 1 and {how == 'environment of one rank'}:\n"
+        "    os.environ['MINIGRAD_CHECK_COLLECTIVES'] = '1'\n"
         f"comm = world({'check_collectives=True' if how == 'argument' else ''})\n"
         "if comm.rank == 0:\n"
         "    comm.allreduce(np.zeros(3)).wait()\n"
@@ -176,5 +179,5 @@ def test_a_users_script_ends_with_both_lines(tmp_path, monkeypatch, how):
     )
     result = run_job(["train.py"], ranks=2, cwd=tmp_path)
     assert result.returncode != 0
-    rule = "rank 0 calls allreduce of float64[3] by SUM (train.py:5) and rank 1 calls barrier (train.py:6)"
+    rule = "rank 0 calls allreduce of float64[3] by SUM (train.py:8) and rank 1 calls barrier (train.py:9)"
     assert rule in result.stderr
