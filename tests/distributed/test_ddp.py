@@ -829,6 +829,19 @@ def test_losses_and_gradients_weigh_by_what_counts_where_that_is_said(ranks):
 # Ranks that differ
 
 
+def test_a_mean_that_one_rank_alone_asks_for_is_one_error_that_names_both_calls():
+    def program(comm):
+        ddp = DistributedDataParallel(Weights(w=1.0), comm)
+        if comm.rank == 0:
+            ddp.mean(1.0)
+        ddp.hooks(num_samples=2)
+
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 calls allreduce .*DistributedDataParallel\.mean\) and rank 1 calls all"
+    ):
+        LocalWorld(2, timeout_seconds=10).run(program)
+
+
 def error_of_construction(comm: Any, model: Module, **options: Any) -> str:
     with pytest.raises(ValueError, match="all ranks need the same") as caught:
         DistributedDataParallel(model, comm, **options)
