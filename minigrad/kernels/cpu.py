@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# With colours for its errors, numba lets colorama (where that is installed) write codes to stdout as a program ends.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
+
 import numba
 import numpy as np
 from numba.extending import overload
