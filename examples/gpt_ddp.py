@@ -6,7 +6,7 @@ mpirun -n 2 python -m mpi4py examples/gpt_ddp.py
 gpt_single.py with three things more. DistributedDataParallel starts all replicas from the same values. Its hooks send
 each part of the gradients on its way as soon as the backward is done with it. wait() returns when all of them are
 the mean over ranks. A rank takes its own part of each batch, so two ranks on two cores need about half of
-gpt_single.py's time, and the loss is the same.
+gpt_single.py's time, and the loss is the same. Besides, the last step is recorded, and drawn as timeline.svg.
 """
 
 import os
