@@ -226,7 +226,7 @@ def test_an_executor_that_cannot_work_is_refused_on_every_rank(ranks, changed, m
 
 @pytest.mark.parametrize("in_one_step", [True, False])
 def test_an_output_whose_shape_depends_on_data_ends_the_run(in_one_step):
-    """No check at the opening can see it; the first stage raises, and the job ends with it."""
+    """No check at the beginning can see it; the first stage raises, and the job ends with it."""
     whole, half = np.ones((2, 4)), np.array([[1.0] * 4, [-1.0] * 4])
 
     def program(comm):

@@ -12,8 +12,8 @@ class Step:
 
     def __init__(self, num_forwards, late=()):
         self.events = []
-        self.readiness = StepHooks(num_forwards, late)
-        self.readiness.use(
+        self.step_hooks = StepHooks(num_forwards, late)
+        self.step_hooks.use(
             Hooks(
                 on_start=lambda reached: self.events.append("start " + names(reached)),
                 on_grad_ready=lambda p: self.events.append(p.name),
@@ -21,16 +21,16 @@ class Step:
         )
 
     def forward(self, *reached):
-        self.readiness.forward_done(reached)
+        self.step_hooks.forward_done(reached)
 
     def backward(self, *reached):
-        hooks = self.readiness.backward_hooks()
+        hooks = self.step_hooks.backward_hooks()
         for p in reached:
             hooks.on_grad_ready(p)
         return self._news()
 
     def finish(self):
-        self.readiness.finish()
+        self.step_hooks.finish()
         return self._news()
 
     def _news(self):
@@ -113,11 +113,11 @@ def test_a_rank_without_a_backward_starts_at_the_end():
 def test_between_ops_is_passed_on_and_missing_hooks_are_none(abc):
     a, _, _ = abc
     calls = []
-    readiness = StepHooks(1, [a])
-    readiness.use(Hooks(between_ops=lambda: calls.append(1)))
-    readiness.forward_done([a])
-    hooks = readiness.backward_hooks()
+    step_hooks = StepHooks(1, [a])
+    step_hooks.use(Hooks(between_ops=lambda: calls.append(1)))
+    step_hooks.forward_done([a])
+    hooks = step_hooks.backward_hooks()
     hooks.between_ops()
     hooks.on_grad_ready(a)
-    readiness.finish()
+    step_hooks.finish()
     assert calls == [1]
