@@ -13,6 +13,7 @@ Source: NVIDIA, NCCL documentation, "Collective Communication Functions" and "Us
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -52,6 +53,8 @@ class NCCLCommunicator(Communicator):
         nccl = nccl_module()
         unique_id = host.broadcast_object(nccl.get_unique_id() if host.rank == 0 else None)
         self._nccl = nccl.NcclCommunicator(host.size, unique_id, host.rank)
+        # Never ended but with the process: ncclCommDestroy waits for other ranks, and for ever where it is in a graph.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl))
         self._group = (nccl.groupStart, nccl.groupEnd)
         self._version = nccl.get_version()
         self._stream = self._cp.cuda.Stream(non_blocking=True)
