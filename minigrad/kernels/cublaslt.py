@@ -44,11 +44,7 @@ class _Matrix(NamedTuple):
 
 
 class CublasLt:
-    """Products on the current GPU.
-
-    Attributes:
-        num_launched: products so far.
-    """
+    """Products on the current GPU."""
 
     def __init__(self) -> None:
         self._cp = cupy()
@@ -63,7 +59,6 @@ class CublasLt:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._plans: dict[Any, _Plan] = {}
         self._workspaces: dict[int, Array] = {}  # by stream: two streams must not share one
-        self.num_launched = 0
 
     def __call__(self, a: Array, b: Array, out: Array, *, add: bool = False, bias: Array | None = None) -> None:
         """Do out = a b, or out += a b, plus a bias on every row.
@@ -105,7 +100,6 @@ class CublasLt:
                 stream,
             )
         )
-        self.num_launched += 1
 
     def _new_workspace(self) -> Array:
         with self._cp.cuda.using_allocator(None):  # of no pool: it outlives every graph

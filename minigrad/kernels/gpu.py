@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array, address, cupy, is_half
+from minigrad.backend import Array, address, cupy
 from minigrad.kernels import cudnn_attention, reference
 from minigrad.kernels.cublaslt import CublasLt, lines_up
 
@@ -461,13 +461,3 @@ class AdamWStep:
 
 def adamw_step(betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> AdamWStep:
     return AdamWStep(betas, eps, weight_decay, max_norm)
-
-
-def is_fast(dtype: np.dtype[Any]) -> bool:
-    """Return whether these kernels take a dtype."""
-    return dtype == np.float32 or is_half(dtype)
-
-
-def num_products() -> int:
-    """Return how many products cuBLASLt has launched for this process on the current GPU."""
-    return _products(cp.cuda.Device().id).num_launched

@@ -221,3 +221,24 @@ def test_norms_of_ranks_with_different_parameters_add() -> None:
 def test_a_norm_to_clip_to_must_be_positive(max_norm: float) -> None:
     with pytest.raises(ValueError, match=f"max_norm must be positive, got {max_norm}"):
         clip_by_global_norm(make((2,)), max_norm)
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_an_optimizer_with_max_norm_clips_and_steps(max_norm: float) -> None:
+    def params() -> list[mg.Parameter]:
+        made = [mg.Parameter(np.linspace(1, 2, n), f"p{n}") for n in (3, 4)]
+        for p in made:
+            p.grad = p.data * 2
+        return made
+
+    expected, found = params(), params()
+    norm = clip_by_global_norm(expected, max_norm)
+    Optimizer(expected, SGD(0.1)).step()
+    optimizer = Optimizer(found, SGD(0.1), max_norm=max_norm)
+    assert optimizer.grad_norm == 0
+    optimizer.step()
+    assert optimizer.grad_norm == norm > 1
+    for p, q in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(p.data, q.data)
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        Optimizer(found, SGD(0.1), max_norm=0)
