@@ -36,7 +36,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search equality soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -117,6 +117,9 @@ bench-search: $(STAMP)  ## orders found under a memory limit beside published on
 
 equality: $(STAMP)  ## every model, layout, schedule and number of micro-batches trains as one process; takes five minutes
 	$(PY) -m pytest -n $(WORKERS) -m soak tests/whole/test_equality.py
+
+bench-recovery: $(STAMP)  ## what surviving a rank's death costs a step, and how long healing takes, with the targets
+	$(PY) benchmarks/recovery.py
 
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak
