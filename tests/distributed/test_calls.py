@@ -100,7 +100,7 @@ def test_an_average_on_one_rank_alone_is_named(ranks):
         ddp = DistributedDataParallel(MLP([3, 2]), comm)
         rule = (
             r"rank 0 calls allreduce of float64\[1\] by SUM \(.*test_calls\.py:\d+, in DistributedDataParallel\.mean\) "
-            r"and rank \d calls allgather of int64\[1\] \(.*test_calls\.py:\d+, in DistributedDataParallel\.\w+\)"
+            r"and rank \d calls allgather of float64\[2\] \(.*test_calls\.py:\d+, in DistributedDataParallel\.\w+\)"
         )
 
         def step():
