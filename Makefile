@@ -115,11 +115,11 @@ bench-checkpoint: $(STAMP)  ## what saving costs a training step, with the targe
 bench-search: $(STAMP)  ## orders found under a memory limit beside published ones, with the bound; takes 6 minutes
 	$(PY) benchmarks/search.py
 
-equality: $(STAMP)  ## every model, layout, schedule and number of micro-batches trains as one process; takes 15 minutes
-	$(PY) -m pytest -n $(WORKERS) -m soak $(if $(ONLY),-k "$(ONLY)") tests/whole/test_equality.py
-
 bench-recovery: $(STAMP)  ## what surviving a rank's death costs a step, and how long healing takes, with the targets
 	$(PY) benchmarks/recovery.py
+
+equality: $(STAMP)  ## every model, layout, schedule and number of micro-batches trains as one process; takes 15 minutes
+	$(PY) -m pytest -n $(WORKERS) -m soak $(if $(ONLY),-k "$(ONLY)") tests/whole/test_equality.py
 
 soak: $(STAMP)  ## run the long tests, which `make test` leaves out
 	$(PY) -m pytest -m soak
