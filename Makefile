@@ -36,7 +36,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train recovery test test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -66,6 +66,9 @@ test: $(STAMP)  ## run the tests, then those of the communicators again under mp
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 	@$(MAKE) --no-print-directory test-mpi
 
+test-long: $(STAMP)  ## run the tests marked long, of whole scripts and many layouts, which `make test` leaves out
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m long
+
 test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py
 	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours.
 	@# Each kind of world once: sums in rank order, sends that wait for their receives, ranks that do not compare calls.
@@ -73,7 +76,7 @@ test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 rank
 	for run in "2" "3 --deterministic --synchronous-sends" "4 --unchecked-collectives"; do \
 	    set -- $$run $(FLAGS); ranks=$$1; shift; \
 	    echo "tests marked mpi, on $$ranks ranks $$*"; \
-	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not soak" $$* tests || exit 1; \
+	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not long and not soak" $$* tests || exit 1; \
 	done
 
 test-peers: $(PEERS)  ## compare every op and a GPT in training with PyTorch, which this installs
@@ -121,7 +124,7 @@ bench-recovery: $(STAMP)  ## what surviving a rank's death costs a step, and how
 equality: $(STAMP)  ## every model, layout, schedule and number of micro-batches trains as one process; takes 15 minutes
 	$(PY) -m pytest -n $(WORKERS) -m soak $(if $(ONLY),-k "$(ONLY)") tests/whole/test_equality.py
 
-soak: $(STAMP)  ## run the long tests, which `make test` leaves out
+soak: $(STAMP)  ## run the tests that take minutes, for chance and endurance
 	$(PY) -m pytest -m soak
 
 drawings: $(STAMP)  ## draw the schedules of docs/schedules.md again
@@ -140,4 +143,4 @@ lint: $(STAMP)  ## check style and format with ruff
 types: $(STAMP)  ## check the type hints with mypy
 	$(PY) -m mypy
 
-check: lint types test  ## lint, types and test: what has to pass before a commit
+check: lint types test test-long  ## lint, types and every test but the soak: what has to pass before a change lands

@@ -131,6 +131,7 @@ def _log(folder: Path) -> str:
     return (folder.parent / f"{folder.name}.log").read_text()[-3000:]
 
 
+@pytest.mark.long
 def test_five_kills_leave_no_trace(tmp_path: Path) -> None:
     assert Job(tmp_path / "undisturbed", "dp", steps=60).wait() == 0, _log(tmp_path / "undisturbed")
     shoot(tmp_path / "shot", steps=60, num_kills=5, layouts=["dp"], seed=time.time_ns())

@@ -22,10 +22,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_it_builds_with_every_link_leading_somewhere(site: Path) -> None:
     assert {page.stem for page in site.glob("*.html")} >= {"index", "tutorial", "how-to", "schedules", "design"}
 
 
+@pytest.mark.long
 def test_it_fetches_nothing(site: Path) -> None:
     """A link may lead out; a script, a style or a picture comes with the page."""
     fetched = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="?(?:https?:)?//')
