@@ -90,8 +90,7 @@ class PipelineExecutor:
             self.comm,
             num_microbatches=num_microbatches,
             first_rank=schedule.rank_of(0, comm.size),
-            holds_first=0 in self._stage,
-            holds_last=self._last_stage in self._stage,
+            last_rank=self._last_rank,
         )
         self._p2p = PointToPoint(
             self.comm,
@@ -106,29 +105,58 @@ class PipelineExecutor:
         self._waiting: StepState | None = None  # a forward whose backward is still to come
         self._broke_off = False
 
-    def step(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> float:
+    def step(
+        self,
+        x: Batch | None,
+        y: Batch | None,
+        *,
+        hooks: Hooks | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> float:
         """Run forward and backward of a batch; gradients add to those of the parameters.
 
         Args:
             hooks: fired as in one backward over the whole batch: each parameter once, when its gradient is final.
+            weights: over how many things the loss of each micro-batch is the mean, where these are no samples: the
+                tokens whose target counts, from `weigh`. On the last stage's rank; others may give the same. With
+                replicas, `ddp.hooks(weight=sum(weights))`.
         Returns:
             The mean loss of the batch, on every rank.
         """
-        return self._train(self._begin(Mode.TRAIN, x, y), hooks).loss
+        return self._train(self._begin(Mode.TRAIN, x, y, weights=weights), hooks).loss
 
     def run(
-        self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None, input_grads: bool = False
+        self,
+        x: Batch | None,
+        y: Batch | None,
+        *,
+        hooks: Hooks | None = None,
+        weights: Sequence[float] | None = None,
+        input_grads: bool = False,
     ) -> PipelineOutput:
         """Run forward and backward of a batch, as `step`, and return what each micro-batch gave.
 
         Args:
             input_grads: whether the gradient of x is wanted too.
         """
-        return self._train(self._begin(Mode.TRAIN, x, y, keep_outputs=True, input_grads=input_grads), hooks)
+        state = self._begin(Mode.TRAIN, x, y, weights=weights, keep_outputs=True, input_grads=input_grads)
+        return self._train(state, hooks)
 
-    def evaluate(self, x: Batch | None, y: Batch | None) -> float:
-        """Return the mean loss of a batch, on every rank. Records nothing; `stages.eval()` turns dropout off."""
-        return self._forward(self._begin(Mode.EVALUATE, x, y)).loss
+    def evaluate(self, x: Batch | None, y: Batch | None, *, weights: Sequence[float] | None = None) -> float:
+        """Return the mean loss of a batch, on every rank. Records nothing; `stages.eval()` turns dropout off.
+
+        Args:
+            weights: as in `step`.
+        """
+        return self._forward(self._begin(Mode.EVALUATE, x, y, weights=weights)).loss
+
+    def weigh(self, y: Batch, count: Callable[[Array], float]) -> list[float]:
+        """Return what `count` says of each micro-batch of y, for `step`'s weights. Not collective.
+
+        weights = pipe.weigh(y, lambda part: (part != IGNORED).sum())
+        """
+        most = self.num_microbatches
+        return [float(count(part)) for part in microbatch.as_microbatches(y, microbatch.num_parts(y, most), "y")]
 
     def predict(self, x: Batch | None) -> list[Array]:
         """Return the outputs for a batch, by micro-batch, on the last stage's rank; elsewhere an empty list."""
@@ -200,6 +228,7 @@ class PipelineExecutor:
         x: Batch | None,
         y: Batch | None,
         *,
+        weights: Sequence[float] | None = None,
         keep_outputs: bool = False,
         input_grads: bool = False,
     ) -> StepState:
@@ -221,19 +250,19 @@ class PipelineExecutor:
             has_loss_fn=self.loss_fn is not None,
             tied=self.stages.tied_states(),
             input_grads=input_grads,
+            weights=weights,
         )
         self._p2p.begin(given.specs)
-        weights = microbatch.weights(given.sizes)
         return StepState(
             mode=mode,
             given=given,
-            weights=weights,
+            shares=given.shares,
             offsets=list(accumulate(given.sizes, initial=0)),
-            hooks=StepHooks(len(self._stage) * len(weights), self.stages.tied),
+            hooks=StepHooks(len(self._stage) * len(given.shares), self.stages.tied),
             between_ops=Hooks(between_ops=self.comm.progress) + self.recorder.hooks(),
             keep_outputs=keep_outputs,
             input_grads=input_grads,
-            cotangents=weights,
+            cotangents=given.shares,
         )
 
     def _forward(self, state: StepState) -> PipelineOutput:
@@ -258,12 +287,13 @@ class PipelineExecutor:
     def _end(self, state: StepState) -> PipelineOutput:
         """Tell every rank the losses, and give what this rank holds."""
         self.recorder.enter("step", "losses")
-        losses = np.array([state.losses.get(i, 0.0) for i in range(state.num_microbatches * state.mode.has_loss)])
+        told = np.array([[state.losses.get(i, 0.0), share] for i, share in enumerate(state.shares)])
         if state.mode.has_loss:
-            self.comm.broadcast(losses, root=self._last_rank).wait()
+            self.comm.broadcast(told, root=self._last_rank).wait()
         self.recorder.leave()
+        losses, shares = told.T.tolist()
         outputs, input_grads = ([d[i] for i in sorted(d)] for d in (state.outputs, state.grads_of_input))
-        return PipelineOutput(losses.tolist(), state.weights, outputs, input_grads)
+        return PipelineOutput(losses if state.mode.has_loss else [], shares, outputs, input_grads)
 
     def _take_cotangents(self, state: StepState, cotangents: Batch | None) -> Array:
         if self._last_stage in self._stage:

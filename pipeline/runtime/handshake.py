@@ -31,15 +31,13 @@ class Handshake:
     Args:
         comm: the ranks of the pipeline.
         num_microbatches: that a batch of training is cut into; others are in at most so many.
-        first_rank: the rank that holds the first stage.
-        holds_first, holds_last: whether this rank holds the first and the last stage.
+        first_rank, last_rank: the ranks that hold the first and the last stage.
     """
 
     comm: Communicator
     num_microbatches: int
     first_rank: int
-    holds_first: bool
-    holds_last: bool
+    last_rank: int
 
     def begin(
         self,
@@ -50,10 +48,12 @@ class Handshake:
         has_loss_fn: bool,
         tied: Mapping[str, bool | None],
         input_grads: bool = False,
+        weights: Sequence[float] | None = None,
     ) -> StepInputs:
         """Check what every rank was given. Collective.
 
         Args:
+            weights: of the micro-batches; see `PipelineExecutor.step`.
             has_loss_fn: whether this rank could compute a loss.
             tied: see `LocalStages.tied_states`.
         Raises:
@@ -61,9 +61,10 @@ class Handshake:
         """
         inputs: list[Array] | None = None
         targets: list[Array] | None = None
+        weights_given: list[float] | None = None
 
         def prepare() -> Array:
-            nonlocal inputs, targets
+            nonlocal inputs, targets, weights_given
             self._check_given(mode, x, y, has_loss_fn)
             inputs = None if x is None else self._cut(mode, x, "x")
             for part in inputs or ():
@@ -72,18 +73,23 @@ class Handshake:
                     raise ValueError(f"input_grads needs a floating point x, got {part.dtype}")
             microbatch.check_used_once(inputs or ())
             targets = None if y is None else self._cut(mode, y, "y")
+            if weights is not None:
+                parts = targets if inputs is None else inputs
+                weights_given = microbatch.check_weights(weights, None if parts is None else len(parts))
             states = [_TIED_STATES[state] for state in tied.values()]
-            return np.array([*_row(inputs, targets, is_list=isinstance(x, (list, tuple))), *states], np.int64)
+            row = _row(inputs, targets, weights_given, is_list=isinstance(x, (list, tuple)))
+            return np.array([*row, *states], np.int64)
 
         rows = agree(self.comm, prepare, num_columns=_NUM_COLUMNS + len(tied))
         _compare(rows[:, :_NUM_COLUMNS], self.first_rank)
+        _compare_weights(rows[:, _WEIGHTS], self.last_rank)
         _compare_tied(tied, rows[:, _NUM_COLUMNS:])
-        return StepInputs(inputs, targets, self._specs(rows[self.first_rank], inputs))
+        return StepInputs(inputs, targets, self._specs(rows[self.first_rank], inputs), weights_given)
 
     def _check_given(self, mode: Mode, x: Batch | None, y: Batch | None, has_loss_fn: bool) -> None:
-        if self.holds_first and x is None:
+        if self.comm.rank == self.first_rank and x is None:
             raise ValueError("the first stage needs an input x, got None")
-        if self.holds_last and mode.has_loss:
+        if self.comm.rank == self.last_rank and mode.has_loss:
             if not has_loss_fn:
                 raise ValueError(
                     "the last stage needs a loss_fn; give one to PipelineExecutor, or use forward and backward"
@@ -168,15 +174,20 @@ def training_orders(schedule: Schedule, num_ranks: int, num_microbatches: int) -
 
 
 # The row that a rank tells the others: columns of integers.
-_HAS_X, _HAS_Y, _IS_LIST, _NUM_PARTS, _NUM_SAMPLES, _NUM_TARGETS, _X_SIZES, _Y_SIZES, _SCOPE, _SPEC = range(10)
+_HAS_X, _HAS_Y, _IS_LIST, _NUM_PARTS, _NUM_SAMPLES, _NUM_TARGETS, _X_SIZES, _Y_SIZES, _SCOPE = range(9)
+_WEIGHTS, _SPEC = 9, 10
+_NO_WEIGHTS = 0
 _NUM_COLUMNS = _SPEC + SPEC_COLUMNS
 _TIED_STATES = {None: 0, False: 1, True: 2}  # in a column for each tied parameter: not here, frozen, trained
 
 
-def _row(inputs: list[Array] | None, targets: list[Array] | None, *, is_list: bool) -> Array:
+def _row(
+    inputs: list[Array] | None, targets: list[Array] | None, weights: list[float] | None, *, is_list: bool
+) -> Array:
     scope = rng.current_scope()
     row = np.zeros(_NUM_COLUMNS, np.int64)
     row[_SCOPE] = 0 if scope is None else hash((scope.seed, scope.step, scope.first_sample))
+    row[_WEIGHTS] = _NO_WEIGHTS if weights is None else hash(tuple(weights)) or 1
     if inputs is not None:
         row[[_HAS_X, _IS_LIST, _NUM_PARTS]] = 1, is_list, len(inputs)
         row[_NUM_SAMPLES] = sum(len(part) for part in inputs)
@@ -211,6 +222,16 @@ def _compare(rows: Array, first_rank: int) -> None:
             raise ValueError(
                 "all ranks of a pipeline must run in the same rng.scope (seed, step, first_sample), "
                 f"but ranks {first_rank} and {rank} differ"
+            )
+
+
+def _compare_weights(weights: Array, last_rank: int) -> None:
+    """Raise, on all ranks alike, where a rank's weights are not those that the losses will be weighed by."""
+    for rank, given in enumerate(weights):
+        if given not in (_NO_WEIGHTS, weights[last_rank]):
+            raise ValueError(
+                f"weights: the rank of the last stage, {last_rank}, needs them, and others give the same or none, "
+                f"but rank {rank} gave others"
             )
 
 

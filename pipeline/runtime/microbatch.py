@@ -2,12 +2,14 @@
 
     batch of 7 samples, M = 3      | 0 1 2 | 3 4 | 5 6 |      weights 3/7, 2/7, 2/7
 
-The loss of a batch is the mean over its samples, so a micro-batch's mean loss counts by its share of the samples.
-The executor starts each micro-batch's backward from that weight, and divides nowhere else.
+The loss of a batch is the mean over its samples, so a micro-batch's mean loss counts by its share of the samples, or
+of whatever else the caller says that it is the mean over, such as the tokens whose target counts.
+The executor starts each micro-batch's backward from that share, and divides nowhere else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -79,6 +81,21 @@ def sizes(num_samples: int, num_microbatches: int) -> list[int]:
     return [small + (i < larger) for i in range(num_microbatches)]
 
 
-def weights(counts: Sequence[int]) -> list[float]:
-    """Return the share of the samples that each micro-batch has."""
-    return [count / sum(counts) for count in counts]
+def shares(counts: Sequence[float]) -> list[float]:
+    """Return what share of the whole batch each micro-batch has."""
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+def check_weights(weights: Sequence[float], num_microbatches: int | None) -> list[float]:
+    """Return the weights of the micro-batches of one batch as numbers.
+
+    Raises:
+        ValueError: there is not one for each micro-batch, one is negative or not finite, or all are 0.
+    """
+    given = [float(weight) for weight in weights]
+    if num_microbatches is not None and len(given) != num_microbatches:
+        raise ValueError(f"weights: there must be one for each of {num_microbatches} micro-batches, got {len(given)}")
+    if not all(0 <= weight < math.inf for weight in given) or not sum(given):
+        raise ValueError(f"weights must be at least 0 and finite, and one of them above 0, got {given}")
+    return given

@@ -10,6 +10,7 @@ from typing import Any
 from minigrad.backend import Array
 from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
+from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.step_hooks import StepHooks
 from pipeline.schedules.action import Action
@@ -43,16 +44,23 @@ class StepInputs:
         inputs: this rank's micro-batches of x, if it was given x.
         targets: of y, if it was given y.
         specs: shape and dtype of the first stage's micro-batches, known on every rank.
+        weights: of the micro-batches, if they were given here.
     """
 
     inputs: list[Array] | None
     targets: list[Array] | None
     specs: list[ArraySpec]
+    weights: list[float] | None = None
 
     @property
     def sizes(self) -> list[int]:
         """Samples of each micro-batch."""
         return [spec.shape[0] for spec in self.specs]
+
+    @property
+    def shares(self) -> list[float]:
+        """What each micro-batch weighs in the mean, as far as this rank knows: the last stage's does."""
+        return microbatch.shares(self.sizes if self.weights is None else self.weights)
 
 
 @dataclass
@@ -60,18 +68,18 @@ class StepState:
     """The state of one step, from its handshake to its end. It holds all that the step makes, and goes with it.
 
     Attributes:
-        weights: each micro-batch's share of the samples.
+        shares: what each micro-batch weighs in the mean; the last stage's rank tells the others at the end.
         offsets: the place of its first sample in the batch.
         hooks: those of the whole step.
         between_ops: what lets messages move while this rank computes.
-        cotangents: where a backward starts: each micro-batch's weight in the mean loss, or what the caller gives.
+        cotangents: where a backward starts: each micro-batch's share in the mean loss, or what the caller gives.
         made: outputs and gradients computed here and not yet sent or used, keyed by the send that carries them.
         tied_before: the gradients of tied parameters from before this step, which must not be summed again.
     """
 
     mode: Mode
     given: StepInputs
-    weights: list[float]
+    shares: list[float]
     offsets: list[int]
     hooks: StepHooks
     between_ops: Hooks
@@ -87,7 +95,7 @@ class StepState:
     @property
     def num_microbatches(self) -> int:
         """In how many parts this batch is cut."""
-        return len(self.weights)
+        return len(self.shares)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class PipelineOutput:
 
     Attributes:
         losses: of each micro-batch, on every rank; empty where there was no loss.
-        weights: each micro-batch's share of the samples.
+        weights: each micro-batch's share of the samples, or of what else the mean is over; they sum to 1.
         outputs: of the last stage, on its rank; elsewhere empty.
         input_grads: of the first stage, on its rank, where asked for; elsewhere empty.
     """

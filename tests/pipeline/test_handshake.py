@@ -18,9 +18,7 @@ X, Y = np.zeros((7, 5), np.float32), np.zeros((7, 2))
 
 def open_on(comm, x, y, *, mode=Mode.TRAIN, **changed):
     """Begin a step in which the first rank reads x and the last one y."""
-    handshake = Handshake(
-        comm, num_microbatches=M, first_rank=0, holds_first=comm.rank == 0, holds_last=comm.rank == comm.size - 1
-    )
+    handshake = Handshake(comm, num_microbatches=M, first_rank=0, last_rank=comm.size - 1)
     return handshake.begin(mode, x, y, **({"has_loss_fn": True, "tied": {}} | changed))
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.runtime.microbatch import as_microbatches, check_used_once, sizes, split, weights
+from pipeline.runtime.microbatch import as_microbatches, check_used_once, shares, sizes, split
 
 
 @given(num_microbatches=st.integers(1, 20), extra=st.integers(0, 50))
@@ -30,7 +30,7 @@ def test_split_gives_views():
 
 
 def test_weights_are_shares_of_the_samples():
-    assert weights([3, 2, 2]) == [3 / 7, 2 / 7, 2 / 7]
+    assert shares([3, 2, 2]) == [3 / 7, 2 / 7, 2 / 7]
 
 
 def test_a_list_is_taken_as_it_is():
