@@ -22,9 +22,9 @@ from distributed.comm.mpi_family import OUTCOME
 
 PROGRAM = "python -m distributed.recovery"
 _KILLED = 137  # what a shell and mpirun make of SIGKILL
-_NOISE = re.compile(
-    rb"^(NBC_Progress: .*|-{60,}|prterun noticed .*|signal 9 \(Killed\)\.|LAUNCHER JOB OBJECT NOT FOUND|\s*)$"
-)
+# What Open MPI says about the dead: whole lines, and words that it ends with no newline, so that anything may follow.
+_NOISE = re.compile(rb"NBC_Progress: .*|-{60,}|prterun noticed .*|signal 9 \(Killed\)\.|\s*")
+_UNENDED_NOISE = b"LAUNCHER JOB OBJECT NOT FOUND"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,9 +81,14 @@ def _environment() -> dict[str, str]:
 def _pass_on(stderr: IO[bytes]) -> None:
     """Copy what the job says, but for what Open MPI says about ranks that die."""
     for line in stderr:
-        if not _NOISE.match(line.strip(b"\0\n")):
-            sys.stderr.buffer.write(line.strip(b"\0"))
-            sys.stderr.buffer.flush()
+        sys.stderr.buffer.write(without_noise(line))
+        sys.stderr.buffer.flush()
+
+
+def without_noise(line: bytes) -> bytes:
+    """Return a line without what Open MPI says about ranks that die: b"" where there is nothing else in it."""
+    said = line.replace(b"\0", b"").replace(_UNENDED_NOISE, b"")
+    return b"" if _NOISE.fullmatch(said.rstrip(b"\n")) else said
 
 
 if __name__ == "__main__":

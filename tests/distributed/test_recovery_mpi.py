@@ -10,6 +10,7 @@ from jobs import MPIRUN, ROOT, environ, survives_deaths
 from toy_recovery import builder, digest, train
 
 from distributed import LocalWorld
+from distributed.recovery.__main__ import without_noise
 
 PROGRAM = """
 import json, os, signal, sys
@@ -90,6 +91,25 @@ def test_without_the_switch_one_line_says_what_is_missing(tmp_path):
     result = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
     assert "needs Open MPI 5 under `mpirun --with-ft ulfm`, not Open MPI" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"prterun noticed that process rank 1 exited on\n", b""),
+        (b"\0NBC_Progress: an error\n", b""),
+        (b"-" * 78 + b"\n", b""),
+        # Its writer ends it with no newline: twice, and before the words of a rank.
+        (b"LAUNCHER JOB OBJECT NOT FOUNDLAUNCHER JOB OBJECT NOT FOUND", b""),
+        (b"LAUNCHER JOB OBJECT NOT FOUND[rank 1] KeyError: 7\n", b"[rank 1] KeyError: 7\n"),
+        (b"LAUNCHER JOB OBJECT NOT FOUNDprterun noticed that\n", b""),
+        (b"[rank 1] KeyError: 'prterun noticed'\n", b"[rank 1] KeyError: 'prterun noticed'\n"),
+        (b"signal 9 (Killed). Or not\n", b"signal 9 (Killed). Or not\n"),
+        (b"no end", b"no end"),
+    ],
+)
+def test_what_the_launcher_says_of_the_dead_is_left_out_and_nothing_else(line, said):
+    assert without_noise(line) == said
 
 
 @pytest.mark.parametrize(
