@@ -1,11 +1,7 @@
-"""Gradient buckets: slices of the flat gradients that are reduced while backward still runs.
-
-    flat.grad   | head | block3 | block2 | block1 | block0 | embed |      in the order that backward finishes them
-    buckets     |--0---|--------1--------|--------2--------|---3---|
+"""Gradient buckets: slices of the flat gradients that are reduced while backward still runs. `plan.py` cuts them.
 
 A bucket is launched from inside the hook that brings its last gradient, but never before the buckets in front of it:
-ranks match collectives by call order, and another rank may finish its gradients in another order. The first bucket
-is small so that communication starts early, the last one because nothing is left to hide it behind.
+ranks match collectives by call order, and another rank may finish its gradients in another order.
 
 The mean over ranks is weighted here and nowhere else: each rank multiplies by its share of the samples
 just before the launch, so that the sum over ranks is the mean.
@@ -16,6 +12,9 @@ What may be done with a gradient is said by the hold on its parameter, and each 
                              |---- cancel, after an exception ---->|
 
 A step with gradients that no wait() has averaged is so an error, and replicas do not drift apart in silence.
+
+How a bucket travels is a parameter, the comm hook. What a rank has of it afterwards, all or a shard, is said by what
+a subclass may override: `_launch` and `_land` one bucket, and the hold that `_final_hold` gives a gradient.
 """
 
 from __future__ import annotations
@@ -29,13 +28,10 @@ import numpy as np
 
 from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES, bucket_limit, plan_buckets
 from minigrad.backend import xp_of
-from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.flat import FlatRange
 from minigrad.parameter import Hold, Parameter, check_resettable
-
-DEFAULT_BUCKET_BYTES = 25 << 20
-EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
-MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than an edge: one bucket hides nothing
 
 UNREDUCED = Hold(
     "its grad is this rank's own, and replicas would drift apart; run the backward with the hooks, then wait()",
@@ -53,11 +49,13 @@ class Bucket:
         range: the slice of a flat.
         pending: parameters whose gradient is not final yet.
         work: the reduction, once launched.
+        is_landed: it is over, and this rank has its part of the result.
     """
 
     range: FlatRange
     pending: set[Parameter] = field(default_factory=set)
     work: Work | None = None
+    is_landed: bool = False
 
 
 class GradientBucketManager:
@@ -97,8 +95,7 @@ class GradientBucketManager:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         self.comm = comm
         self.params = list(dict.fromkeys(p if isinstance(p, Parameter) else _from_triple(*p) for p in params))
-        share_bytes = sum(p.data.nbytes for p in self.params) // MIN_NUM_BUCKETS
-        limit = min(bucket_bytes, max(EDGE_BUCKET_BYTES, share_bytes))
+        limit = bucket_limit(self.params, bucket_bytes)
         self.buckets = [Bucket(part) for part in plan_buckets(self.params, limit, last)]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
         self._by_name = {p.name: p for p in self.params}
@@ -180,7 +177,7 @@ class GradientBucketManager:
     def _begin(self, share: float | None) -> None:
         for bucket in self.buckets:
             bucket.pending = set(bucket.range.params)
-            bucket.work = None
+            bucket.work, bucket.is_landed = None, False
         self._share = 1 / self.comm.size if share is None else share
         self._flags[:-1], self._flags[-1] = 1, 0
         self._flags_work = None
@@ -222,7 +219,7 @@ class GradientBucketManager:
             rule = "the backward of another rank ended with an exception: this step's gradients are dropped"
             raise RuntimeError(self._message(f"{rule} on all ranks, which can go on with the next one"))
         for p in self.params:
-            p.hold = self._reduced
+            p.hold = self._final_hold(p)
         self._under_way = False
         self._report_unused(flags[:-1])
 
@@ -272,9 +269,8 @@ class GradientBucketManager:
         if self._flags_work is None:
             self._flags_work = self.comm.allreduce(self._flags, op=ReduceOp.MAX)
         for number, bucket in enumerate(self.buckets):
-            assert bucket.work is not None
             with self.comm.waiting_for(f"bucket {number} of {self.num_buckets}, {bucket.range.params[0].name} ..."):
-                bucket.work.wait()
+                self._settle(bucket)
         with self.comm.waiting_for("which parameters the other ranks reached"):
             return self._flags_work.wait()
 
@@ -282,7 +278,7 @@ class GradientBucketManager:
         """Forget the backward under way and what it left in the gradients."""
         self._under_way = False
         for bucket in self.buckets:
-            bucket.work = None
+            bucket.work, bucket.is_landed = None, False
         for p in self.params:
             if p.hold is None or not p.hold.final:  # final ones are of the step before, and whole
                 p.hold = self._unreduced
@@ -303,11 +299,30 @@ class GradientBucketManager:
         """Launch buckets in their order, up to the first that is not complete."""
         while self._num_launched < self.num_buckets and not self.buckets[self._num_launched].pending:
             bucket = self.buckets[self._num_launched]
-            grad = bucket.range.grad  # zeros where no backward reached
-            if self._share != 1:
-                grad *= grad.dtype.type(self._share)
-            bucket.work = self._comm_hook(grad, self.comm)
+            bucket.work = self._launch(bucket)
             self._num_launched += 1
+
+    def _launch(self, bucket: Bucket) -> Work:
+        """Send a bucket on its way."""
+        grad = bucket.range.grad  # zeros where no backward reached
+        if self._share != 1:
+            grad *= grad.dtype.type(self._share)
+        return self._comm_hook(grad, self.comm)
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Block until a bucket that was launched is there."""
+        if not bucket.is_landed:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.is_landed = True
+            self._land(bucket)
+
+    def _land(self, bucket: Bucket) -> None:
+        """Take what has come of a bucket: called once, when its reduction is over."""
+
+    def _final_hold(self, p: Parameter) -> Hold:
+        """Return what a gradient is once it is reduced."""
+        return self._reduced
 
     def _close(self, p: Parameter) -> None:
         """Take a final gradient: from here on nothing may be added to it."""
@@ -318,54 +333,6 @@ class GradientBucketManager:
     def _message(self, rule: str) -> str:
         pending = [p.name for bucket in self.buckets for p in bucket.range.params if p in bucket.pending]
         return f"[rank {self.comm.rank}] {rule}" + (f"; pending: {', '.join(pending)}" if pending else "")
-
-
-def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[Parameter] = ()) -> list[FlatRange]:
-    """Cut the gradients of `params` into buckets, in launch order.
-
-    A bucket lies within one contiguous range of one flat, so it has one dtype. Buckets are ordered by
-    when backward finishes them: by their parameter that comes first in the model.
-
-    Args:
-        params: in model order.
-        bucket_bytes: see `GradientBucketManager`.
-        last: of these, one bucket each, after all others.
-    """
-    FlatBuffer.adopt(params)  # together, before they are cut
-    apart = set(last)
-    parts = FlatBuffer.ranges_of(p for p in params if p not in apart)
-    buckets = [FlatRange.over(run) for part in parts for run in _runs(part.params, bucket_bytes)]
-    place = {p: i for i, p in enumerate(params)}
-
-    def launch_order(bucket: FlatRange) -> int:
-        return -min(place[p] for p in bucket.params)
-
-    buckets.sort(key=launch_order)
-    edge_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES)
-    if buckets:
-        buckets[:1] = _split(buckets[0], len(_runs(buckets[0].params, edge_bytes)[0]))
-        buckets[-1:] = _split(buckets[-1], -len(_runs(buckets[-1].params[::-1], edge_bytes)[0]))
-        buckets.sort(key=launch_order)  # what is left of the last one may finish before its neighbours of another dtype
-    return buckets + [part for p in last for part in FlatBuffer.ranges_of([p])]
-
-
-def _runs(params: Sequence[Parameter], limit_bytes: int) -> list[tuple[Parameter, ...]]:
-    """Cut parameters into runs of at most `limit_bytes`; a larger one is a run of its own."""
-    runs: list[list[Parameter]] = []
-    run_bytes = 0
-    for p in params:
-        run_bytes += p.data.nbytes
-        if not runs or run_bytes > limit_bytes:
-            runs.append([])
-            run_bytes = p.data.nbytes
-        runs[-1].append(p)
-    return [tuple(run) for run in runs]
-
-
-def _split(bucket: FlatRange, index: int) -> list[FlatRange]:
-    """Cut a bucket in two before its parameter `index`; one if a part would be empty."""
-    parts = (bucket.params[:index], bucket.params[index:])
-    return [FlatRange.over(part) for part in parts if part]
 
 
 def _from_triple(name: str, size: int, dtype: Any) -> Parameter:

@@ -10,8 +10,9 @@ import numpy as np
 
 from distributed.agreement import same_on_all
 from distributed.comm.communicator import Array, Communicator
-from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES, GradientBucketManager
+from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
 from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks

@@ -13,9 +13,9 @@ import numpy as np
 
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.solo import SoloCommunicator
-from distributed.data_parallel.buckets import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.trace.recorder import Recorder
 from minigrad.backprop import backward_with_grad, reached_parameters

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed import GradientBucketManager, SoloCommunicator
-from distributed.data_parallel import buckets
-from distributed.data_parallel.buckets import plan_buckets
+from distributed.data_parallel import plan as planning
+from distributed.data_parallel.plan import plan_buckets
 from minigrad import FlatBuffer, Parameter
 
 ELEMENT_BYTES = 8
@@ -48,7 +48,7 @@ def test_buckets_fill_up_in_the_order_of_the_backward(bucket_size, expected):
 
 
 def test_the_first_and_the_last_bucket_are_small(monkeypatch):
-    monkeypatch.setattr(buckets, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
+    monkeypatch.setattr(planning, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
     params = make(a=1, b=1, c=1, d=1, e=1, f=1, g=1, h=1)
     assert plan(params, 100) == "h g | f e d c | b a"
     assert plan(params, 4) == "h g | f e | d c | b a"
@@ -70,7 +70,7 @@ def test_a_bucket_has_one_dtype_and_the_one_that_is_finished_first_goes_first():
 
 
 def test_the_edges_are_small_in_launch_order_not_in_the_order_of_flats(monkeypatch):
-    monkeypatch.setattr(buckets, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
+    monkeypatch.setattr(planning, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
     # The float32 flat comes first and has a parameter that is finished last; float64 is launched before it.
     kinds = {"a": np.float32, "b": np.float64, "c": np.float64, "d": np.float64, "e": np.float32}
     params = [Parameter(np.zeros(2, dtype), name) for name, dtype in kinds.items()]
@@ -78,7 +78,7 @@ def test_the_edges_are_small_in_launch_order_not_in_the_order_of_flats(monkeypat
 
 
 def test_what_an_edge_leaves_is_launched_where_it_is_finished(monkeypatch):
-    monkeypatch.setattr(buckets, "EDGE_BUCKET_BYTES", ELEMENT_BYTES)
+    monkeypatch.setattr(planning, "EDGE_BUCKET_BYTES", ELEMENT_BYTES)
     kinds = {"a": np.float64, "b": np.float32, "c": np.float64, "d": np.float64}
     params = [Parameter(np.zeros(1, dtype), name) for name, dtype in kinds.items()]
     assert drawn(plan_buckets(params, 1000)) == "d c | b | a"
@@ -102,7 +102,7 @@ def test_only_last_ones():
 
 
 def test_a_model_is_cut_into_enough_buckets_to_overlap_something(monkeypatch):
-    monkeypatch.setattr(buckets, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
+    monkeypatch.setattr(planning, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
     params = [Parameter(np.zeros(4), f"p{i}") for i in range(32)]
     sizes = [len(bucket.range.params) for bucket in GradientBucketManager(params, SoloCommunicator()).buckets]
     assert sizes == [1, 1, *[2] * 14, 1, 1]

@@ -1,0 +1,76 @@
+"""Where gradients are cut into buckets, and in which order these are launched. The same on every rank.
+
+    flat.grad   | head | block3 | block2 | block1 | block0 | embed |      in the order that backward finishes them
+    buckets     |--0---|--------1--------|--------2--------|---3---|
+
+The first bucket is small so that communication starts early, the last one because nothing is left to hide it behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.parameter import Parameter
+
+DEFAULT_BUCKET_BYTES = 25 << 20
+EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
+MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than an edge: one bucket hides nothing
+
+
+def bucket_limit(params: Sequence[Parameter], bucket_bytes: int) -> int:
+    """Return how large a bucket of this model may become.
+
+    Args:
+        bucket_bytes: what is wanted; less where that would make too few buckets.
+    """
+    share_bytes = sum(p.data.nbytes for p in params) // MIN_NUM_BUCKETS
+    return min(bucket_bytes, max(EDGE_BUCKET_BYTES, share_bytes))
+
+
+def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[Parameter] = ()) -> list[FlatRange]:
+    """Cut the gradients of `params` into buckets, in launch order.
+
+    A bucket lies within one contiguous range of one flat, so it has one dtype. Buckets are ordered by
+    when backward finishes them: by their parameter that comes first in the model.
+
+    Args:
+        params: in model order.
+        bucket_bytes: see `GradientBucketManager`.
+        last: of these, one bucket each, after all others.
+    """
+    FlatBuffer.adopt(params)  # together, before they are cut
+    apart = set(last)
+    parts = FlatBuffer.ranges_of(p for p in params if p not in apart)
+    buckets = [FlatRange.over(run) for part in parts for run in _runs(part.params, bucket_bytes)]
+    place = {p: i for i, p in enumerate(params)}
+
+    def launch_order(bucket: FlatRange) -> int:
+        return -min(place[p] for p in bucket.params)
+
+    buckets.sort(key=launch_order)
+    edge_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES)
+    if buckets:
+        buckets[:1] = _split(buckets[0], len(_runs(buckets[0].params, edge_bytes)[0]))
+        buckets[-1:] = _split(buckets[-1], -len(_runs(buckets[-1].params[::-1], edge_bytes)[0]))
+        buckets.sort(key=launch_order)  # what is left of the last one may finish before its neighbours of another dtype
+    return buckets + [part for p in last for part in FlatBuffer.ranges_of([p])]
+
+
+def _runs(params: Sequence[Parameter], limit_bytes: int) -> list[tuple[Parameter, ...]]:
+    """Cut parameters into runs of at most `limit_bytes`; a larger one is a run of its own."""
+    runs: list[list[Parameter]] = []
+    run_bytes = 0
+    for p in params:
+        run_bytes += p.data.nbytes
+        if not runs or run_bytes > limit_bytes:
+            runs.append([])
+            run_bytes = p.data.nbytes
+        runs[-1].append(p)
+    return [tuple(run) for run in runs]
+
+
+def _split(bucket: FlatRange, index: int) -> list[FlatRange]:
+    """Cut a bucket in two before its parameter `index`; one if a part would be empty."""
+    parts = (bucket.params[:index], bucket.params[index:])
+    return [FlatRange.over(part) for part in parts if part]
