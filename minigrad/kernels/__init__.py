@@ -1,10 +1,13 @@
-"""The few loops in which the time of a step goes, each under one name, in one file a device.
+"""The few loops in which the time of a step goes, each under one name, in one folder a family, in one file a device.
 
-    reference.py    every kernel, in NumPy's words: for NumPy and CuPy arrays of any floating dtype
-    cpu.py          the same names for float32 and float64 on a CPU, one pass each, compiled by numba
-    gpu.py          the same for float32, bfloat16 and float16 on a GPU: gpu.cu, cuBLASLt's products, cuDNN's attention
+    norms/reference.py    in NumPy's words: for NumPy and CuPy arrays of any floating dtype
+    norms/cpu.py          the same names for float32 and float64 on a CPU, one pass each, compiled by numba
+    norms/gpu.py          the same for float32, bfloat16 and float16 on a GPU: gpu.cu, cuBLASLt, cuDNN's attention
 
-A kernel is a plain function on arrays; it knows neither the tape nor parameters. The docstrings of `reference.py` are
+and so for activations, softmax, attention, losses, embedding, products and updates. `reference.py`, `cpu.py` and
+`gpu.py` of this folder put each device's families together.
+
+A kernel is a plain function on arrays; it knows neither the tape nor parameters. The docstrings of the references are
 the contract. An op asks once, in its forward, and its vjps use the same table, so what a forward keeps
 for its backward is a matter between two kernels of one file:
 
@@ -100,11 +103,12 @@ def _gpu() -> SimpleNamespace:
 
 def _table(module: ModuleType) -> SimpleNamespace:
     """Return the kernels of a device's module, and for names that it lacks the reference."""
-    return SimpleNamespace(**_names(reference) | _names(module))
+    return SimpleNamespace(**names(reference) | names(module))
 
 
-def _names(module: ModuleType) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in module.__all__}
+def names(module: ModuleType) -> dict[str, Any]:
+    """Return the kernels of `reference`, `cpu` or `gpu` by name."""
+    return {name: kernel for name, kernel in vars(module).items() if not name.startswith("_")}
 
 
 _REFERENCE = _table(reference)

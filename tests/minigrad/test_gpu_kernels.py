@@ -10,7 +10,7 @@ from test_kernels import CASES, sampler
 
 import minigrad as mg
 from minigrad.backend import Array, is_half, to_device, to_host
-from minigrad.kernels import kernels_of, reference
+from minigrad.kernels import kernels_of, names, reference
 from minigrad.precision import dtype_of
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 SHAPES = [(5, 7), (3, 1), (1, 65), (33, 64), (129, 768), (40, 2000), (1000, 257), (0, 5)]
 ELSEWHERE = {"adamw", "layer_norm_back", "square_sum"}  # tested apart, or with another kernel
-HALF_CASES = [case for case in CASES if case.split()[0] in gpu.__all__ and case.split()[0] not in ELSEWHERE]
+HALF_CASES = [case for case in CASES if case.split()[0] in names(gpu) and case.split()[0] not in ELSEWHERE]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 generator = np.random.default_rng(3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nvrtc import CompileError, compile_for, library
 
-from minigrad.kernels.gpu import MACROS, SOURCE, WIDEST_ROW, compile_options
+from minigrad.kernels.gpu_launch import MACROS, SOURCE, WIDEST_ROW, compile_options
 
 
 @pytest.fixture(scope="module", autouse=True)

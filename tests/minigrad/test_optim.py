@@ -9,7 +9,7 @@ import pytest
 
 import minigrad as mg
 from minigrad.backend import Array
-from minigrad.kernels.reference import _BLOCK
+from minigrad.kernels.common import BLOCK
 from minigrad.optim import SGD, AdamW, Optimizer, clip_by_global_norm, grad_square_sum, scale_to_norm
 
 
@@ -55,7 +55,7 @@ def adamw(w: Array, grads: list[Array], lr: float, b1: float, b2: float, eps: fl
     return w
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (1, _BLOCK - 1), (1, _BLOCK), (1, _BLOCK + 1), (3, _BLOCK)])
+@pytest.mark.parametrize("shape", [(3, 4), (1, BLOCK - 1), (1, BLOCK), (1, BLOCK + 1), (3, BLOCK)])
 def test_adamw_is_its_equations_across_blocks_too(shape: tuple[int, ...]) -> None:
     (w,) = make(shape)
     grads = gradients(shape, 3)

@@ -35,12 +35,26 @@ class Rule(NamedTuple):
 TENSORS = {"numpy", "minigrad"}
 RANKS = {"numpy", "distributed.comm", "distributed"}
 EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
+KERNELS = {
+    f"minigrad.kernels.{family}"
+    for family in ("activations", "attention", "embedding", "losses", "norms", "products", "softmax", "updates")
+}
 RULES = {
     # Arrays and derivatives; nothing of ranks.
     "minigrad": Rule(
         {"numpy", "cupy", "cuda", "ml_dtypes", "msgspec", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"
     ),
-    "minigrad.kernels": Rule({"numpy", "numba", "cudnn", "minigrad.backend"}, "minigrad.kernels.cpu -> minigrad.tape"),
+    "minigrad.kernels": Rule(
+        {"numpy", "numba", "minigrad.backend", *KERNELS}, "minigrad.kernels.scalars -> minigrad.tape"
+    ),
+    # A family of kernels knows no other, but for products.
+    **{
+        family: Rule(
+            {"numpy", "cudnn", "minigrad.backend", "minigrad.kernels", "minigrad.kernels.products"},
+            f"{family}.cpu -> minigrad.{'parameter' if family.endswith('norms') else 'kernels.norms.reference'}",
+        )
+        for family in KERNELS
+    },
     "minigrad.ops": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.ops.nn -> minigrad.nn.layers"),
     "minigrad.nn": Rule(TENSORS | {"minigrad.ops"}, "minigrad.nn.layers -> minigrad.models.gpt"),
     "minigrad.models": Rule(
@@ -86,9 +100,9 @@ RULES = {
 SOLE_IMPORTER = {
     "mpi4py": "distributed.comm.mpi",
     "cupy": "minigrad.backend",
-    "numba": "minigrad.kernels.cpu",
+    "numba": "minigrad.kernels.compiling",
     "cuda": "minigrad.backend",
-    "cudnn": "minigrad.kernels.cudnn_attention",
+    "cudnn": "minigrad.kernels.attention.cudnn_attention",
     "matplotlib": "pipeline.schedules.drawing.png",
 }
 

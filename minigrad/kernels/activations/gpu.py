@@ -1,0 +1,35 @@
+"""Functions of one number for float32, bfloat16 and float16 on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minigrad.backend import Array
+from minigrad.kernels.gpu_launch import aligned, contiguous, cp, launch, launch_elementwise, num_blocks
+
+__all__ = ["gelu", "gelu_dx", "select"]
+
+
+def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
+    x, keep = contiguous(x), contiguous(keep)
+    y = cp.empty_like(x)
+    if y.size:
+        launch_elementwise("select", x.dtype, (x, keep, np.float32(scale)), (y,), y.size)
+    return y
+
+
+def gelu(x: Array, exact: bool) -> tuple[Array, Array]:
+    x = contiguous(x)
+    y = cp.empty_like(x)
+    if x.size:
+        launch("gelu", x.dtype, num_blocks(x.size, x, y), (x, y, np.bool_(exact), x.size), vectors=aligned(x, y))
+    return y, x
+
+
+def gelu_dx(g: Array, kept: Array, exact: bool) -> Array:
+    g = contiguous(g)
+    dx = cp.empty_like(g)
+    if g.size:
+        args = (g, kept, dx, np.bool_(exact), g.size)
+        launch("gelu_dx", g.dtype, num_blocks(g.size, g, kept, dx), args, vectors=aligned(g, kept, dx))
+    return dx

@@ -1,0 +1,108 @@
+"""How the kernels of gpu.cu are compiled and launched, and what their families share.
+
+Nothing here asks the device anything, so a step may be captured in a CUDA graph. Kernels are compiled when first
+called, for one dtype and where they hold a row for one width, and kept on disk by CuPy.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minigrad.backend import Array, address, cupy
+
+SOURCE = Path(__file__).with_name("gpu.cu")
+MACROS = {"float32": "-DFLOAT32", "bfloat16": "-DBF16", "float16": "-DF16"}
+WIDEST_ROW = 4096  # numbers that a warp holds in registers
+THREADS = 256
+_PARTS = 64  # in which the rows of a sum over columns are added up
+try:
+    cp: Any = cupy()
+except ModuleNotFoundError:  # nobody calls what is here, but it can be read
+    cp = None
+
+
+def compile_options(dtype: str, width: int | None, vectors: bool) -> tuple[str, ...]:
+    """Return the flags that gpu.cu is compiled with."""
+    row = () if width is None else (f"-DN={width}",)
+    return ("-std=c++17", MACROS[dtype], f"-DVECTORS={int(vectors)}", *row)
+
+
+@functools.cache
+def _kernel(name: str, dtype: str, width: int | None, vectors: bool, device: int) -> Any:
+    return _module(dtype, width, vectors, device).get_function(name)
+
+
+@functools.cache
+def _module(dtype: str, width: int | None, vectors: bool, device: int) -> Any:
+    return cp.RawModule(code=SOURCE.read_text(), options=compile_options(dtype, width, vectors))
+
+
+def launch(name: str, dtype: Any, blocks: int | tuple[int, ...], args: tuple[Any, ...], **how: Any) -> None:
+    """Launch a kernel of gpu.cu on the current stream.
+
+    Args:
+        how: `threads` of a block, 256 by default, and `shared_bytes` that it gets; `width` of a row; `vectors`: whether
+            16 bytes are read at a time.
+    """
+    threads = how.get("threads", THREADS)
+    kernel = _kernel(name, dtype.name, how.get("width"), how.get("vectors", True), cp.cuda.Device().id)
+    grid = blocks if isinstance(blocks, tuple) else (blocks,)
+    kernel(grid, threads if isinstance(threads, tuple) else (threads,), args, shared_mem=how.get("shared_bytes", 0))
+
+
+def ceil_div(n: int, m: int) -> int:
+    return -(-n // m)
+
+
+def aligned(*arrays: Array) -> bool:
+    """Return whether 16 bytes of each array can be read at a time, from its first byte on."""
+    return all(address(x) % 16 == 0 for x in arrays)
+
+
+def rows_aligned(n: int, *arrays: Array) -> bool:
+    """Return whether that is so in each row of n numbers."""
+    return n % 8 == 0 and aligned(*arrays)
+
+
+def contiguous(x: Array) -> Array:
+    return x if x.flags.c_contiguous else cp.ascontiguousarray(x)  # which makes one number an array of one
+
+
+def new_rows(rows: int, columns: int, dtype: Any) -> Array:
+    """Return an uninitialised matrix whose rows begin at multiples of 16 bytes: unaligned products are slow."""
+    unit = 16 // np.dtype(dtype).itemsize
+    return cp.empty((rows, ceil_div(columns, unit) * unit), dtype)[:, :columns]
+
+
+def new_parts(rows: int, n: int) -> Array:
+    """Return where parts of a sum over columns go, one for each row of blocks."""
+    count = min(_PARTS, max(1, ceil_div(rows, 8)))
+    return cp.empty((count, n), np.float32) if rows else cp.zeros((1, n), np.float32)
+
+
+def add_up_parts(parts: Array, out: Array | None, add: bool) -> Array:
+    n = parts.shape[1]
+    wide = out is not None and out.dtype == np.float32 and out.flags.c_contiguous
+    total = out if out is not None and wide else cp.empty(n, np.float32)
+    if n:
+        args = (parts, total, len(parts), n, np.bool_(add and wide))
+        launch("sum_parts", parts.dtype, ceil_div(n, 32), args, threads=(32, 32))
+    if out is None or wide:
+        return total
+    out[...] = out + total if add else total
+    return out
+
+
+def launch_elementwise(name: str, dtype: Any, ins: tuple[Any, ...], outs: tuple[Any, ...], n: int) -> None:
+    vectors = aligned(*(x for x in (*ins, *outs) if hasattr(x, "data") and x.dtype == dtype and x.ndim))
+    items = n // 8 + n % 8 if vectors else n
+    launch(name, dtype, ceil_div(items, THREADS), (*ins, *outs, n), vectors=vectors)
+
+
+def num_blocks(n: int, *arrays: Array) -> int:
+    """Return how many blocks an elementwise kernel needs for n numbers."""
+    return ceil_div(n // 8 + n % 8 if aligned(*arrays) else n, THREADS)

@@ -1,0 +1,78 @@
+"""Flat arrays (n,) of an optimizer. State of half precision parameters is float32; see `optim.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minigrad.backend import Array, widened, xp_of
+from minigrad.kernels.common import BLOCK
+
+__all__ = ["adamw", "adamw_step", "scale", "sgd", "square_sum"]
+
+
+def sgd(w: Array, g: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
+    """Do v = momentum v + g + weight_decay w; w -= lr v, in place; without a velocity v is g + weight_decay w."""
+    step = widened(g)
+    if weight_decay:
+        step = step + weight_decay * widened(w)
+    if velocity is not None:
+        velocity *= momentum
+        velocity += step
+        step = velocity
+    w[...] = widened(w) - lr * step
+
+
+def adamw(
+    w: Array, g: Array, m: Array, v: Array, beta1: float, beta2: float, rate: float, eps: float, keep: float
+) -> None:
+    """Do m += (1 - beta1)(g - m); v += (1 - beta2)(g^2 - v); w = keep w - rate m / (sqrt(v) + eps), in place."""
+    xp = xp_of(w)
+    block = BLOCK if xp is np else max(1, w.size)  # a GPU wants few, large kernels
+    scratch = xp.empty_like(m[:block])
+    for start in range(0, w.size, block):
+        part = slice(start, start + block)
+        own_w, own_g, own_m, own_v = widened(w[part]), widened(g[part]), m[part], v[part]
+        t = scratch[: own_w.size]
+        xp.subtract(own_g, own_m, t)
+        t *= 1 - beta1
+        own_m += t
+        xp.multiply(own_g, own_g, t)
+        t -= own_v
+        t *= 1 - beta2
+        own_v += t
+        xp.sqrt(own_v, t)
+        t += eps
+        xp.divide(own_m, t, t)
+        t *= rate
+        if keep != 1.0:
+            own_w *= keep
+        own_w -= t
+        if own_w.dtype != w.dtype:
+            w[part] = own_w
+
+
+def adamw_step(betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> Any:
+    """Return what does a whole step, clipping included, without a question to the device; None: `adamw` by parts.
+
+    Of a GPU, an object with two methods: `advance(lr, step)` tells the device the numbers of the next step, and
+    `apply(parts)` updates (w, g, m, v, copy, kinds) each, where `kinds` lists (number of elements, kind) of the runs
+    of w, and kind 1 has weight decay, 0 none, 2 is frozen. `norm()` asks for the norm before clipping.
+    """
+    return None
+
+
+def square_sum(g: Array) -> float:
+    """Return the sum of squares, added up in float64, a block at a time: squares of float32 reach 1e77."""
+    xp, total = xp_of(g), 0.0
+    block = BLOCK if xp is np else max(1, g.size)
+    for start in range(0, g.size, block):
+        part = g[start : start + block].astype(np.float64, copy=False)
+        total += float(xp.vdot(part, part))
+    return total
+
+
+def scale(g: Array, factor: float) -> None:
+    """Multiply in place; half precision in float32, where a factor of 1e-9 is not 0."""
+    g[...] = widened(g) * factor
