@@ -4,6 +4,9 @@ In reading order: `tensor` and `parameter` (what is on the tape), `tape` (how op
 hooks flow), `ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rng`.
 """
 
+from typing import TYPE_CHECKING
+
+from minigrad import habits as _habits
 from minigrad import lr_schedule, models, nn, optim, rng
 from minigrad.anomaly import detect_anomaly
 from minigrad.backprop import (
@@ -27,6 +30,9 @@ from minigrad.profiler import Profile, profile
 from minigrad.recomputation import recompute
 from minigrad.tape import Joint, Tape, op
 from minigrad.tensor import Tensor
+
+if not TYPE_CHECKING:  # a type checker knows what is there
+    __getattr__ = _habits.missing_name(__name__)
 
 __all__ = [
     "DeferredGrads",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minigrad.backend import Array, xp_of
+from minigrad.habits import own_options
 from minigrad.halves import DeferredGrads, side_by_side
 from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
@@ -24,6 +25,7 @@ from minigrad.walk import walk
 Output = Tensor | Sequence[Tensor]
 
 
+@own_options
 def backward(loss: Tensor) -> None:
     """Compute the gradient of a scalar `loss` and add it to `.grad` of every leaf that it depends on.
 
@@ -36,6 +38,7 @@ def backward(loss: Tensor) -> None:
     backward_with_grad(loss)
 
 
+@own_options
 def backward_with_hooks(
     loss: Tensor,
     hooks: Hooks | None = None,

@@ -34,10 +34,11 @@ class Seen(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How ops run here and now: whether they record, and inside which hook."""
+    """How ops run here and now: whether they record, inside which hook, and whether it is the second time."""
 
     recording: bool = True
     hook: OpHook | None = None
+    replaying: bool = False
 
 
 _PLAIN = Mode()
@@ -66,6 +67,13 @@ def hooked_by(hook: OpHook) -> Iterator[None]:
 
 
 @contextmanager
+def replaying() -> Iterator[None]:
+    """Run a forward inside that ran before: what it has changed must not change again, such as a running mean."""
+    with _set_mode(current_mode.get()._replace(replaying=True)):
+        yield
+
+
+@contextmanager
 def _set_mode(mode: Mode) -> Iterator[None]:
     token = current_mode.set(mode)
     try:
@@ -82,3 +90,8 @@ def is_recording() -> bool:
 def current_hook() -> OpHook | None:
     """Return the hook that ops run in here and now."""
     return current_mode.get().hook
+
+
+def is_replaying() -> bool:
+    """Return whether the forward that runs here and now is recomputed."""
+    return current_mode.get().replaying

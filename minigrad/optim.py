@@ -11,14 +11,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
+from minigrad import habits
 from minigrad.backend import Array, widened, xp_of
 from minigrad.flat import FlatBuffer, FlatRange, grads_of, zero_grad
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter, check_usable
+
+if not TYPE_CHECKING:  # a type checker knows what is there
+    __getattr__ = habits.missing_name(__name__)
 
 FROZEN = 2  # a kind of parameter to a whole step on a GPU; 1: with weight decay, 0: without
 LearningRate = float | Callable[[int], float]
@@ -44,8 +48,21 @@ class Rule(Protocol):
         """
 
 
+class _TakesALearningRate:
+    """What rules have in common: parameters belong to the optimizer, and are no learning rate."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        lr = args[0] if args else kwargs.get("lr", 0.0)
+        if not callable(lr) and not isinstance(lr, (int, float, np.number)):
+            raise TypeError(
+                f"{cls.__name__} takes a learning rate, a number or a function of the step, got {type(lr).__name__}; "
+                f"parameters belong to the optimizer: write Optimizer(parameters, {cls.__name__}(lr=...))"
+            )
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class SGD:
+class SGD(_TakesALearningRate):
     """Stochastic gradient descent: v = momentum v + g + weight_decay w; w -= lr v.
 
     Source: Sutskever et al. 2013, as commonly implemented (lr outside the velocity).
@@ -54,9 +71,6 @@ class SGD:
     lr: LearningRate
     momentum: float = 0.0
     weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_learning_rate(self)
 
     def init(self, data: Array) -> dict[str, Array]:
         return {"velocity": _zeros(data)} if self.momentum else {}
@@ -67,7 +81,7 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(_TakesALearningRate):
     """Adam with decoupled weight decay.
 
     m += (1 - b1)(g - m); v += (1 - b2)(g^2 - v); w -= lr (m' / (sqrt(v') + eps) + weight_decay w),
@@ -80,9 +94,6 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        _check_learning_rate(self)
 
     def init(self, data: Array) -> dict[str, Array]:
         return {"m": _zeros(data), "v": _zeros(data)}
@@ -101,13 +112,23 @@ class AdamW:
         return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm)
 
 
-def _check_learning_rate(rule: Rule) -> None:
-    if not callable(rule.lr) and not isinstance(rule.lr, (int, float, np.number)):
-        name = type(rule).__name__
-        raise TypeError(
-            f"{name} takes a learning rate, a number or a function of the step, got {type(rule.lr).__name__}; "
-            f"parameters belong to the optimizer: Optimizer(parameters, {name}(lr=...))"
-        )
+@dataclass(frozen=True)
+class Adam(AdamW):
+    """Adam: `AdamW`, but weight decay, 0 by default, is added to the gradient: g + weight_decay w.
+
+    Source: Kingma and Ba 2015, algorithm 1.
+    """
+
+    weight_decay: float = 0.0
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        if decay and self.weight_decay:
+            grad = grad + self.weight_decay * data
+        super().update(data, grad, state, lr=lr, step=step, decay=False)
+
+    def whole_step(self, data: Array, max_norm: float | None) -> Any:
+        """Return what does whole steps, if there is no weight decay: on a GPU those decay as AdamW does."""
+        return None if self.weight_decay else super().whole_step(data, max_norm)
 
 
 def _zeros(data: Array) -> Array:
@@ -232,6 +253,7 @@ class Optimizer:
                 own = slice(p.start - part.start, p.stop - part.start)
                 yield from ((f"{key}/{p.name}", array[own].reshape(p.shape)) for key, array in state.items())
 
+    @habits.own_options
     def zero_grad(self) -> None:
         """Mark all gradients fresh, in place: a bucket may own the memory."""
         zero_grad(self.params)

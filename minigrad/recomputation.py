@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minigrad import rng
+from minigrad.mode import replaying
 from minigrad.parameter import Parameter
 from minigrad.tape import Node, Replay, collect
 from minigrad.tensor import Tensor
@@ -50,7 +51,7 @@ def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
     def run() -> tuple[Tensor, int]:
         since = tick()
-        with rng.replay(scope):
+        with rng.replay(scope), replaying():
             return function(*args), since
 
     kept = [x for x in (*args, *parents) if isinstance(x, Tensor)]

@@ -16,8 +16,10 @@ this input's contribution. Nothing points forward, so dropping the loss frees ev
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ import numpy as np
 
 from minigrad.arguments import as_array
 from minigrad.backend import Array, xp_of
+from minigrad.habits import check_options
 from minigrad.mode import Seen, current_mode
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor, made_by
@@ -150,26 +153,79 @@ class Replay:
         self.keeps = tuple(keeps)
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where the arguments of an op stand.
+
+    Attributes:
+        num_arrays: how many arrays there can be.
+        positional: options that may be given by position after them.
+        options: everything that may be given by keyword; None: anything.
+    """
+
+    name: str
+    num_arrays: int
+    positional: tuple[str, ...]
+    options: Collection[str] | None
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> _Places:
+        parameters = inspect.signature(function).parameters.values()
+        names = {kind: tuple(p.name for p in parameters if p.kind is kind) for kind in {p.kind for p in parameters}}
+        arrays = names.get(inspect.Parameter.POSITIONAL_ONLY, ())
+        positional = names.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, ()) if arrays else ()
+        options = positional + names.get(inspect.Parameter.KEYWORD_ONLY, ())
+        return _Places(
+            function.__name__,
+            len(arrays) or sys.maxsize,  # without a `/` everything positional is an array, of any number
+            positional,
+            None if inspect.Parameter.VAR_KEYWORD in names else options,
+        )
+
+    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arrays, and the options with those that were given by position.
+
+        Raises:
+            TypeError: there are too many, or one is given twice.
+        """
+        given = args[self.num_arrays :]
+        by_position = dict(zip(self.positional, given, strict=False))
+        if len(given) > len(self.positional) or by_position.keys() & kwargs.keys():
+            raise TypeError(
+                f"{self.name}() takes {self.num_arrays} array{'s' * (self.num_arrays > 1)}, then by position or by "
+                f"keyword {', '.join(self.positional)}, got {len(args)} positional arguments and {list(kwargs)}"
+            )
+        return args[: self.num_arrays], by_position | kwargs
+
+
 def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
     """Turn a function on arrays into an op on tensors.
 
     Args:
         function: takes arrays (or Python numbers) positionally and everything else by keyword; returns `(y, vjps)`:
-            one vjp per positional argument, None for an argument without a derivative, or one `Joint`.
+            one vjp per array, None for one without a derivative, or one `Joint`.
             A vjp never writes into its cotangent, and closes over what it needs and no more.
+            Arrays in front of a `/` leave room for options that may be positional too, as `axis` is in NumPy:
+            `def sum(x, /, axis=None, *, keepdims=False)`.
     Returns:
         The op: takes Tensors, arrays and Python numbers; returns a Tensor, recorded if an input needs a gradient.
     """
     name = function.__name__
+    places = _Places.of(function)
+    num_arrays, options = places.num_arrays, places.options
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > num_arrays:
+            args, kwargs = places.sort(args, kwargs)
+        if kwargs and options is not None:
+            check_options(name, kwargs, options)
         arrays: list[Any] = []
         wanted = []  # positions of the arguments that need a gradient
         parents: list[Node | Tensor] = []  # where those come from
         versions: tuple[Version, ...] = ()
         weight_side: bool | None = None
-        recording, hook = current_mode.get()
+        recording, hook, _ = current_mode.get()
         for x in args:
             if isinstance(x, Tensor):
                 if x.requires_grad:
@@ -191,6 +247,8 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
         for option in kwargs.values():
             if isinstance(option, (complex, np.complexfloating)):
                 as_array(option)  # raises
+            if isinstance(option, Tensor) and option.requires_grad:
+                raise TypeError(f"{name}: an option has no gradient, got a Tensor that requires one; give its .data")
         seen = None
         if hook is None:
             y, vjps = function(*arrays, **kwargs)

@@ -231,7 +231,7 @@ class _SpreadRun:
         """Say where a difference is; of a gradient, also which micro-batch's part of it is the first wrong one."""
         if name not in step.grads:
             return f"{name} differs by {difference:.1e}"
-        stage = next(stage.stage_id for stage in self.stages if name in stage.named_parameters())
+        stage = next(stage.stage_id for stage in self.stages if name in dict(stage.named_parameters()))
         text = f"the gradient of {name!r} differs by {difference:.1e}, on stage {stage}"
         if name in self._tied:
             return f"{text}, where it is one of several copies"

@@ -203,7 +203,7 @@ print(f"{num_steps} losses differ by at most {apart:.0e}, relative to the loss")
 assert apart < 1e-10, "dp x pp gives the losses of one process"
 
 trained = np.load(folder / "weights.npz")
-for name, p in model.named_parameters().items():
+for name, p in model.named_parameters():
     assert np.allclose(trained[name], p.data, rtol=1e-9, atol=1e-12), f"{name} is not what one process gets"
 print(f"all {len(trained)} parameters are those of one process: {', '.join(list(trained)[:3])}, ...")
 

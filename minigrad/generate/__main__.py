@@ -103,7 +103,7 @@ def _read_checkpoint(checkpoint: Path) -> GPT:
         model = GPT(config, dtype=np.dtype(settings["dtype"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"it is not of a GPT: {type(error).__name__}: {error}") from error
-    parameters = model.named_parameters()
+    parameters = dict(model.named_parameters())
     names = [PREFIX + name for name in parameters]
     if missing := [name for name in names if name not in manifest.tensors]:
         raise CheckpointError(f"it is not of this GPT: {missing[0]!r} is missing")

@@ -1,4 +1,7 @@
-"""Layers, one around each op that has parameters. Each asks a getter for them: see `ParamGetter`."""
+"""Layers, one around each op that has parameters. Each asks a getter for them: see `ParamGetter`.
+
+Norms are in `norms.py`, ops without parameters in `stateless.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 from minigrad import rng
 from minigrad.arguments import as_int
 from minigrad.backend import Array, xp_of
-from minigrad.nn.init import ParamGetter, normal, ones, zeros
+from minigrad.nn.init import ParamGetter, normal, zeros
 from minigrad.nn.key_value_cache import KeyValueCache
 from minigrad.nn.module import Module
 from minigrad.ops import (
@@ -15,10 +18,8 @@ from minigrad.ops import (
     conv2d,
     dropout,
     embedding,
-    layer_norm,
     linear,
     matmul,
-    rms_norm,
     scaled_dot_product_attention,
 )
 from minigrad.tensor import Tensor
@@ -41,27 +42,6 @@ class Linear(Module):
 
     def __call__(self, x: Tensor) -> Tensor:
         return matmul(x, self.weight) if self.bias is None else linear(x, self.weight, self.bias)
-
-
-class LayerNorm(Module):
-    """Normalise the last axis: (..., width) -> (..., width)."""
-
-    def __init__(self, param: ParamGetter, width: int) -> None:
-        self.gain = param("gain", (width,), ones)
-        self.bias = param("bias", (width,), zeros)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.gain, self.bias)
-
-
-class RMSNorm(Module):
-    """Scale the last axis to mean square 1: (..., width) -> (..., width)."""
-
-    def __init__(self, param: ParamGetter, width: int) -> None:
-        self.gain = param("gain", (width,), ones)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.gain)
 
 
 class Conv2d(Module):

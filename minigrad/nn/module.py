@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from minigrad import habits
 from minigrad.backend import Array
 from minigrad.mode import current_hook
 from minigrad.nn.buffer import Buffer
@@ -28,6 +31,12 @@ class Module:
     """
 
     training = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Say what a layer takes, where it is made as in PyTorch: `Linear(4, 16)`, `Conv2d(..., kernel_size=3)`."""
+        if (args and isinstance(args[0], (int, float))) or kwargs.keys() & habits.OPTIONS.keys():
+            _check_arguments(cls, args, kwargs)
+        return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
         """Let op hooks (`profile`, `detect_anomaly`) know which module is being called."""
@@ -58,8 +67,12 @@ class Module:
                 f"{before.label} is a parameter: assign another Parameter, or give it values with .{name}.data = ..."
             )
 
-    def __call__(self, *args: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} defines no __call__")
+    def __dir__(self) -> list[str]:
+        return habits.own_names(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        advice = ": give its `forward` that name" if hasattr(self, "forward") else ""
+        raise NotImplementedError(f"{type(self).__name__} defines no __call__{advice}")
 
     # -- what is inside, always in the order of declaration -----------------------------------
 
@@ -92,13 +105,13 @@ class Module:
         """Return all buffers, shared ones once."""
         return [tensor for tensor in self._tensors() if isinstance(tensor, Buffer)]
 
-    def named_parameters(self) -> dict[str, Parameter]:
-        """Return all parameters by name.
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield (name, parameter) for all parameters, tied ones once; `dict` of it finds one by name.
 
         Raises:
             ValueError: a parameter has no name, or two have the same.
         """
-        return _by_name(self.parameters())
+        return iter(_by_name(self.parameters()).items())
 
     def _tensors(self) -> list[Parameter | Buffer]:
         return list(dict.fromkeys(self._walk()))
@@ -112,14 +125,15 @@ class Module:
 
     # -- what is done with it -----------------------------------------------------------------
 
-    def train(self, training: bool = True) -> None:
-        """Turn random layers on."""
+    def train(self, training: bool = True) -> Self:
+        """Turn random layers on, in this module and all in it, and return it."""
         for module in self.modules():
             module.training = training
+        return self
 
-    def eval(self) -> None:
-        """Turn random layers off."""
-        self.train(False)
+    def eval(self) -> Self:
+        """Turn random layers off, in this module and all in it, and return it."""
+        return self.train(False)
 
     def state_dict(self) -> dict[str, Array]:
         """Return a copy of the values of all parameters and buffers by name.
@@ -129,6 +143,7 @@ class Module:
         """
         return {name: tensor.data.copy() for name, tensor in _by_name(self._tensors()).items()}
 
+    @habits.own_options
     def load_state_dict(self, values: Mapping[str, Array]) -> None:
         """Copy values into the parameters and buffers, all or nothing.
 
@@ -148,6 +163,18 @@ class Module:
         arrays = {name: tensor.fitting("data", values[name]) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             tensor.data = arrays[name]
+
+    def __repr__(self) -> str:
+        """Show what is in this module, indented: its numbers and shapes, then modules, equal neighbours as one."""
+        own = [f"{name}={value!r}" for name, value in vars(self).items() if _is_setting(name, value)]
+        own += [f"{name}{list(x.shape)}" for name, x in self.members() if not isinstance(x, Module)]
+        inner = [
+            f"({name}): {text}" for attribute, value in vars(self).items() for name, text in _tree(attribute, value)
+        ]
+        first, last = f"{type(self).__name__}({', '.join(own)}", ")"
+        return "\n".join(
+            [first, *(f"  {line}" for text in inner for line in text.splitlines()), last] if inner else [first + last]
+        )
 
     def summary(self) -> str:
         """Return a table for a person: path and class of each module, how many parameters it has itself, and shapes."""
@@ -182,6 +209,50 @@ def _members_in(name: str, value: Any) -> Iterator[tuple[str, Module | Parameter
             yield from _members_in(f"{name}[{key!r}]", item)
 
 
+def _is_setting(name: str, value: Any) -> bool:
+    """Tell whether an attribute is a number, or a few of them, that says what a module does."""
+    numbers = value if isinstance(value, tuple) and value else (value,)
+    return name != "training" and name[0] != "_" and all(isinstance(x, (int, float)) for x in numbers)
+
+
+def _tree(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield (path, text) of the modules and functions in an attribute; items of a list that read alike are one line."""
+    if isinstance(value, Module):
+        yield name, repr(value)
+    elif isinstance(value, (list, tuple)):
+        start = 0
+        for text, run in itertools.groupby(value, lambda item: list(_tree("", item))):
+            stop = start + len(list(run))
+            for path, inner in text:
+                many = (f"[{start}:{stop}]", f"{stop - start} x {inner}") if stop - start > 1 else (f"[{start}]", inner)
+                yield f"{name}{many[0]}{path}", many[1]
+            start = stop
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tree(f"{name}[{key!r}]", item)
+    elif callable(value) and not isinstance(value, Tensor):
+        yield name, getattr(value, "__name__", type(value).__name__)
+
+
+def _check_arguments(cls: type[Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise a TypeError if a module is made as in PyTorch: with no getter or name in front, or with PyTorch's words."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    takes = [p.name for p in parameters]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        habits.check_options(cls.__name__, kwargs.keys() & habits.OPTIONS.keys(), takes)
+    if args and isinstance(args[0], (int, float)) and takes and takes[0] in _FIRST:
+        what, example, where = _FIRST[takes[0]]
+        call = f"{cls.__name__}({example}, {', '.join(map(repr, args))})"
+        raise TypeError(f"{cls.__name__} takes {what}: write {call}{where}")
+
+
+# Name of a layer's first argument -> what it is, one of them, and where that comes from.
+_FIRST = {
+    "param": ("a getter of parameters first", "param.at('fc')", ", with param = nn.ParamGetter() or your model's"),
+    "name": ("a name first, the key of its random numbers", "'drop'", ""),
+}
+
+
 def _by_name(tensors: Iterable[Named]) -> dict[str, Named]:
     named: dict[str, Named] = {}
     for tensor in tensors:
@@ -197,23 +268,41 @@ def _by_name(tensors: Iterable[Named]) -> dict[str, Named]:
 
 def _hooked(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def hooked(self: Module, *args: Any) -> Any:
+    def hooked(self: Module, *args: Any, **kwargs: Any) -> Any:
         hook = current_hook()
         if hook is None:
-            return call(self, *args)
+            return call(self, *args, **kwargs)
         with hook.module(self):
-            return call(self, *args)
+            return call(self, *args, **kwargs)
 
     return hooked
 
 
 class Sequential(Module):
-    """Call layers one after another."""
+    """Call layers one after another: modules, ops, or functions of one tensor.
 
-    def __init__(self, layers: Iterable[Callable[[Any], Any]]) -> None:
+    Args:
+        layers: in order, as one list.
+    """
+
+    def __init__(self, layers: Iterable[Callable[[Any], Any]], *more: Any) -> None:
+        if more or isinstance(layers, Module):
+            raise TypeError("Sequential takes its layers as one list: write Sequential([first, second])")
         self.layers = list(layers)
 
     def __call__(self, x: Any) -> Any:
         for layer in self.layers:
             x = layer(x)
         return x
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[Callable[[Any], Any]]:
+        return iter(self.layers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.layers[index]
+
+
+habits.teach(Module, habits.MODULE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minigrad import habits
 from minigrad.ops import operators  # noqa: F401  # importing it binds the ops to Tensor
 from minigrad.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softplus
 from minigrad.ops.attention import causal_attention, scaled_dot_product_attention
@@ -45,6 +46,7 @@ from minigrad.ops.shape import (
     swapaxes,
     transpose,
 )
+from minigrad.tensor import Tensor
 
 __all__ = [
     "abs",
@@ -116,3 +118,5 @@ __all__ = [
     "var",
     "where",
 ]
+
+habits.teach(Tensor, habits.TENSOR | {name: f"minigrad.{name}(x)" for name in __all__ if name not in habits.TENSOR})

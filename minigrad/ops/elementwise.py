@@ -158,7 +158,7 @@ def tanh(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
-def astype(x: Array, *, dtype: Any) -> tuple[Array, tuple[Vjp]]:
+def astype(x: Array, /, dtype: Any) -> tuple[Array, tuple[Vjp]]:
     """Convert to another floating point dtype. d/dx = 1, in x's dtype.
 
     Args:

@@ -10,6 +10,7 @@ import numpy as np
 
 from minigrad.arguments import as_int
 from minigrad.backend import Array, is_half, scatter_add_rows, xp_of
+from minigrad.habits import own_options
 from minigrad.ops.operands import axes_of
 from minigrad.tape import Vjp, op
 from minigrad.tensor import Tensor
@@ -49,7 +50,8 @@ def _is_distinct(part: Any) -> bool:
     return part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice)) or is_mask
 
 
-def split(x: Tensor, parts: int | Sequence[int], *, axis: int = 0) -> list[Tensor]:
+@own_options
+def split(x: Tensor, parts: int | Sequence[int], axis: int = 0) -> list[Tensor]:
     """Cut x along an axis into views.
 
     Args:

@@ -11,7 +11,7 @@ from minigrad.tape import Vjp, WeightVjp, op
 
 
 @op
-def softmax(x: Array, *, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
+def softmax(x: Array, /, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
     """Exponentiate and divide by the sum along `axis`, stable. dx = y (g - sum(g y))."""
     kernels = kernels_of(x)
     y = kernels.softmax(_along_rows(x, axis))
@@ -21,7 +21,7 @@ def softmax(x: Array, *, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
-def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
+def log_softmax(x: Array, /, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
     """Take the logarithm of softmax along `axis`, stable. dx = g - exp(y) sum(g)."""
     kernels = kernels_of(x)
     y = kernels.log_softmax(_along_rows(x, axis))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from minigrad import habits
 from minigrad.arguments import as_int
 from minigrad.mode import is_recording
 from minigrad.ops.elementwise import abs, add, astype, div, mul, neg, pow, sub
@@ -61,9 +62,33 @@ def _transpose(self: Tensor, *axes: Any) -> Tensor:
     return transpose(self, axes=_one_or_many(axes) if axes else None)
 
 
-def _along(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let a method take its axis by position, as NumPy's do; in an op what stands there is an array."""
-    return lambda self, axis=None, **options: reduce(self, axis=axis, **options)
+# NumPy's arithmetic, of which it does not tell whether an operator or its name was written: `array + x`, `np.add`.
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": add,
+    "subtract": sub,
+    "multiply": mul,
+    "divide": div,
+    "power": pow,
+    "matmul": matmul,
+    "less": lambda a, b: _plain(a) < _plain(b),
+    "less_equal": lambda a, b: _plain(a) <= _plain(b),
+    "greater": lambda a, b: _plain(a) > _plain(b),
+    "greater_equal": lambda a, b: _plain(a) >= _plain(b),
+}
+
+
+def _elementwise(self: Tensor, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Answer a NumPy array that meets a tensor, and NumPy's functions of single numbers."""
+    name = function.__name__
+    if method != "__call__":  # np.add.reduce and the like
+        raise TypeError(f"numpy.{name}.{method} of a Tensor would lose its gradient: use minigrad's ops")
+    if kwargs.get("out") is not None:
+        raise TypeError(f"an array cannot take a Tensor in place (numpy.{name}): write a = a + x, or a += x.data")
+    if name in ("equal", "not_equal"):
+        return _equal(self, args[args[0] is self])
+    if name in _ARITHMETIC and not kwargs:
+        return _ARITHMETIC[name](*args)
+    return _refuse_numpy(self, function, (), args, kwargs)
 
 
 def _refuse_numpy(self: Tensor, function: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -75,7 +100,7 @@ def _refuse_numpy(self: Tensor, function: Any, types: Any, args: Sequence[Any], 
 
     known = name in ops.__all__
     advice = f"minigrad.{name}" if known else f"x.{name}" if name in _BOUND else "x.data where no gradient is meant"
-    raise TypeError(f"numpy.{name} of a Tensor would lose its gradient: use {advice}")
+    raise TypeError(f"numpy.{name} of a Tensor would lose its gradient: use {habits.NUMPY.get(name, advice)}")
 
 
 # Comparisons have no gradient and give plain arrays of booleans.
@@ -108,24 +133,28 @@ _BOUND: dict[str, Any] = {
     "__ge__": lambda self, other: self.data >= _plain(other),
     "__getitem__": lambda self, index: getitem(self, index=index),
     "__array_function__": _refuse_numpy,
+    "__array_ufunc__": _elementwise,
     "__bool__": lambda self: bool(self.data),  # NumPy's rule: of one element, else an error
     "__float__": lambda self: float(self.item()),
+    "__int__": lambda self: int(self.item()),
+    "__format__": lambda self, spec: format(self.data, spec) if spec else str(self),  # NumPy's rule: of a 0-d one
+    "__dir__": habits.own_names,
     "__iter__": lambda self: (self[i] for i in range(len(self))),
-    "sum": _along(sum),
-    "mean": _along(mean),
-    "max": _along(max),
-    "min": _along(min),
-    "prod": _along(prod),
-    "var": _along(var),
-    "std": _along(std),
-    "squeeze": _along(squeeze),
-    "cumsum": lambda self, axis: cumsum(self, axis=axis),
-    "clip": lambda self, low=None, high=None: clip(self, low=low, high=high),
+    "sum": sum,
+    "mean": mean,
+    "max": max,
+    "min": min,
+    "prod": prod,
+    "var": var,
+    "std": std,
+    "cumsum": cumsum,
+    "clip": clip,
     "split": split,
-    "swapaxes": lambda self, axis1, axis2: swapaxes(self, axis1=axis1, axis2=axis2),
+    "squeeze": squeeze,
+    "swapaxes": swapaxes,
+    "astype": astype,
     "reshape": lambda self, *shape: reshape(self, shape=_one_or_many(shape)),
     "transpose": _transpose,
-    "astype": lambda self, dtype: astype(self, dtype=dtype),
     "T": property(lambda self: transpose(self)),
 }
 

@@ -42,7 +42,7 @@ class _Reduced:
 
 
 @op
-def sum(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
+def sum(x: Array, /, axis: Axis = None, *, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Add up along `axis` (all axes by default); nothing sums to 0. d/dx = 1.
 
     Args:
@@ -55,7 +55,7 @@ def sum(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, 
 
 @op
 @half_in_float32
-def mean(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
+def mean(x: Array, /, axis: Axis = None, *, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Average along `axis` (all axes by default). d/dx = 1 / n.
 
     Raises:
@@ -69,7 +69,7 @@ def mean(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array,
 
 @op
 @half_in_float32
-def var(x: Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> tuple[Array, tuple[Vjp]]:
+def var(x: Array, /, axis: Axis = None, *, keepdims: bool = False, ddof: int = 0) -> tuple[Array, tuple[Vjp]]:
     """Average the squared distance from the mean. d/dx = 2 (x - mean) / (n - ddof).
 
     Args:
@@ -84,7 +84,7 @@ def var(x: Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -
 
 @op
 @half_in_float32
-def std(x: Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> tuple[Array, tuple[Vjp]]:
+def std(x: Array, /, axis: Axis = None, *, keepdims: bool = False, ddof: int = 0) -> tuple[Array, tuple[Vjp]]:
     """Take y, the root of `var`. d/dx = (x - mean) / ((n - ddof) y), 0 where y = 0.
 
     Args:
@@ -118,7 +118,7 @@ def norm(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array,
 
 @op
 @half_in_float32
-def logsumexp(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
+def logsumexp(x: Array, /, axis: Axis = None, *, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Take log(sum of exp(x)), stable. d/dx = softmax(x), 0 where all x are -inf.
 
     Raises:
@@ -139,7 +139,7 @@ def logsumexp(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[A
 
 
 @op
-def max(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
+def max(x: Array, /, axis: Axis = None, *, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Take the largest. d/dx = 1 / n at each of the n largest, else 0.
 
     Raises:
@@ -149,7 +149,7 @@ def max(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, 
 
 
 @op
-def min(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
+def min(x: Array, /, axis: Axis = None, *, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Take the smallest. d/dx = 1 / n at each of the n smallest, else 0.
 
     Raises:
@@ -175,7 +175,7 @@ def _extreme(name: str, x: Array, axis: Axis, keepdims: bool) -> tuple[Array, tu
 
 @op
 @half_in_float32
-def prod(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
+def prod(x: Array, /, axis: Axis = None, *, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Multiply along `axis` (all axes by default). d/dx = the product of the others, exact also where some are 0."""
     over = _Reduced("prod", x, axis)
     return x.prod(axis=over.axes, keepdims=keepdims), (lambda g: over.keep(g) * _product_of_others(x, over),)
@@ -196,7 +196,7 @@ def _product_of_others(x: Array, over: _Reduced) -> Array:
 
 @op
 @half_in_float32
-def cumsum(x: Array, *, axis: int) -> tuple[Array, tuple[Vjp]]:
+def cumsum(x: Array, /, axis: int) -> tuple[Array, tuple[Vjp]]:
     """Add up from the start of an axis to each element. d/dx: the same, from the end.
 
     Returns:

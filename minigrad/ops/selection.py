@@ -66,7 +66,7 @@ def _to_the_winner(a: Any, b: Any, y: Array, a_lost: Array, b_lost: Array) -> tu
 
 @op
 @half_in_float32
-def clip(x: Array, *, low: float | None = None, high: float | None = None) -> tuple[Array, tuple[Vjp]]:
+def clip(x: Array, /, low: float | None = None, high: float | None = None) -> tuple[Array, tuple[Vjp]]:
     """Limit x to [low, high]; None is no limit. d/dx = 1 inside and at the limits, else 0.
 
     Raises:

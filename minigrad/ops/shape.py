@@ -9,13 +9,14 @@ from typing import Any
 
 from minigrad.arguments import as_array, as_int
 from minigrad.backend import Array, xp_of
+from minigrad.habits import check_options
 from minigrad.ops.operands import axes_of, in_floating_dtype, unbroadcast
 from minigrad.tape import Vjp, op
 from minigrad.tensor import Tensor
 
 
 @op
-def reshape(x: Array, *, shape: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+def reshape(x: Array, /, shape: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     """Give the elements another shape, in C order.
 
     Args:
@@ -26,7 +27,7 @@ def reshape(x: Array, *, shape: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]
 
 
 @op
-def transpose(x: Array, *, axes: Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
+def transpose(x: Array, /, axes: Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
     """Permute the axes; reverse them by default.
 
     Args:
@@ -46,14 +47,14 @@ def transpose(x: Array, *, axes: Sequence[int] | None = None) -> tuple[Array, tu
 
 
 @op
-def swapaxes(x: Array, *, axis1: int, axis2: int) -> tuple[Array, tuple[Vjp]]:
+def swapaxes(x: Array, /, axis1: int, axis2: int) -> tuple[Array, tuple[Vjp]]:
     """Exchange two axes."""
     (i,), (j,) = axes_of("swapaxes", x, axis1), axes_of("swapaxes", x, axis2)
     return x.swapaxes(i, j), (lambda g: g.swapaxes(i, j),)
 
 
 @op
-def moveaxis(x: Array, *, source: int | Sequence[int], destination: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+def moveaxis(x: Array, /, source: int | Sequence[int], destination: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     """Move axes to other places; the others stay in order.
 
     Args:
@@ -69,7 +70,7 @@ def moveaxis(x: Array, *, source: int | Sequence[int], destination: int | Sequen
 
 
 @op
-def squeeze(x: Array, *, axis: int | Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
+def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
     """Drop axes of length 1; all of them by default.
 
     Raises:
@@ -83,7 +84,7 @@ def squeeze(x: Array, *, axis: int | Sequence[int] | None = None) -> tuple[Array
 
 
 @op
-def expand_dims(x: Array, *, axis: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+def expand_dims(x: Array, /, axis: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     """Insert axes of length 1.
 
     Args:
@@ -94,7 +95,7 @@ def expand_dims(x: Array, *, axis: int | Sequence[int]) -> tuple[Array, tuple[Vj
 
 
 @op
-def broadcast_to(x: Array, *, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+def broadcast_to(x: Array, /, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     """Repeat along new axes and axes of length 1. dx = sum of g over the repetitions.
 
     Raises:
@@ -109,13 +110,19 @@ def broadcast_to(x: Array, *, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
 
 
 def _takes_a_list(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let an op of any number of arrays take them as one list too, as NumPy's functions do."""
+    """Let an op of any number of arrays take them as one list too, as NumPy's functions do, with the axis after it."""
+    name = join.__name__
 
     @functools.wraps(join)
-    def joined(*arrays: Any, axis: int = 0) -> Tensor:
-        if len(arrays) == 1 and isinstance(arrays[0], (list, tuple)):
-            arrays = tuple(arrays[0])
-        return join(*[x if hasattr(x, "shape") else as_array(x) for x in arrays], axis=axis)
+    def joined(*arrays: Any, **options: Any) -> Tensor:
+        if arrays and isinstance(arrays[0], (list, tuple)):
+            first, *others = arrays
+            if len(others) == 1 and as_int(others[0]) is not None and "axis" not in options:
+                options["axis"] = others.pop()
+            if not others:
+                arrays = tuple(first)
+        check_options(name, options, ("axis",))
+        return join(*[x if hasattr(x, "shape") else as_array(x) for x in arrays], **options)
 
     return joined
 
@@ -166,7 +173,7 @@ def stack(*arrays: Array, axis: int = 0) -> tuple[Array, tuple[Vjp, ...]]:
 
 
 @op
-def pad(x: Array, *, widths: int | Sequence[Sequence[int]], value: float = 0.0) -> tuple[Array, tuple[Vjp]]:
+def pad(x: Array, /, widths: int | Sequence[Sequence[int]], *, value: float = 0.0) -> tuple[Array, tuple[Vjp]]:
     """Put `value` around x.
 
     Args:
@@ -183,7 +190,7 @@ def pad(x: Array, *, widths: int | Sequence[Sequence[int]], value: float = 0.0) 
 
 
 @op
-def flip(x: Array, *, axis: int | Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
+def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> tuple[Array, tuple[Vjp]]:
     """Reverse the order along axes; all of them by default."""
     axes = axes_of("flip", x, axis)
     xp = xp_of(x)

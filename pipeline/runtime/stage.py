@@ -131,7 +131,7 @@ class PipelineStage(Sequential):
         """Return the gradients by parameter name; zeros where no backward reached."""
         for p in self.parameters():
             p.fill_missing_grad()
-        return {name: p.grad for name, p in self.named_parameters().items() if p.grad is not None}
+        return {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
 
     def forward(
         self,

@@ -130,7 +130,7 @@ def loss_of(model: Module, x: Any, y: Any, step: int, first_sample: int = 0) -> 
 
 
 def grads_of(model: Module) -> dict[str, Any]:
-    grads = {name: p.grad for name, p in model.named_parameters().items()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
     return {name: np.zeros(()) if grad is None else grad.copy() for name, grad in grads.items()}
 
 

@@ -134,7 +134,7 @@ def test_a_copy_keeps_what_it_is_and_not_where_it_lay(duplicate: Callable[[Any],
     owned_by_ddp(model)
     other = duplicate(model)
     assert other.first is other.second
-    assert other.named_parameters().keys() == model.named_parameters().keys()
+    assert dict(other.named_parameters()).keys() == dict(model.named_parameters()).keys()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert (q.name, q.requires_grad, q.weight_side) == (p.name, p.requires_grad, True)
         assert (q.flat, q.hold) == (None, None)

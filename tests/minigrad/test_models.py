@@ -102,7 +102,7 @@ def test_the_layers_of_a_gpt_make_the_gpt() -> None:
     layers = [factory(getter) for _, factory in gpt.layers(CONFIG)]
     assert [name for name, _ in gpt.layers(CONFIG)] == ["embed", "block0", "block1", "head"]
     model = GPT(CONFIG, seed=5)
-    assert set(getter.made) == set(model.named_parameters())
+    assert set(getter.made) == set(dict(model.named_parameters()))
     x: Any = IDS
     for layer in layers:
         x = layer(x)
@@ -140,7 +140,7 @@ def test_gpt_sees_no_later_token() -> None:
 
 def test_initial_values_are_those_of_gpt2() -> None:
     model = GPT(GPTConfig(num_layers=8))
-    params = model.named_parameters()
+    params = dict(model.named_parameters())
     assert params["embed.token.weight"].data.std() == pytest.approx(0.02, rel=0.02)
     assert params["block7.up.weight"].data.std() == pytest.approx(0.02, rel=0.02)
     assert params["block7.down.weight"].data.std() == pytest.approx(0.005, rel=0.02)
@@ -202,7 +202,7 @@ def test_mlp_is_plain_numpys() -> None:
     x = np.random.default_rng(0).standard_normal((6, 3))
     h = x
     for i in range(3):
-        p = model.named_parameters()
+        p = dict(model.named_parameters())
         h = h @ p[f"fc{i}.weight"].data + p[f"fc{i}.bias"].data
         h = np.maximum(h, 0) if i < 2 else h
     np.testing.assert_allclose(model(mg.Tensor(x)).data, h, rtol=1e-12)

@@ -48,7 +48,7 @@ def test_linear(shape: tuple[int, ...]) -> None:
 def test_linear_without_a_bias(shape: tuple[int, ...]) -> None:
     layer = nn.Linear(param(), 3, 2, bias=False)
     assert layer.bias is None
-    assert list(layer.named_parameters()) == ["weight"]
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
     x = np.random.default_rng(0).standard_normal(shape)
     y = layer(mg.Tensor(x))
     np.testing.assert_allclose(y.data, x @ layer.weight.data, rtol=1e-12)
@@ -145,6 +145,95 @@ def test_a_dropout_rate_is_a_share(rate: float) -> None:
         nn.Dropout("drop", rate)
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 3), (4, 6, 2, 3)])
+@pytest.mark.parametrize("num_groups", [1, 3, 6])
+def test_group_norm(shape: tuple[int, ...], num_groups: int) -> None:
+    layer = nn.GroupNorm(param(), num_groups, 6)
+    randomize(layer)
+    x = sample(*shape)
+    groups = x.reshape(4, num_groups, -1)
+    h = (groups - groups.mean(-1, keepdims=True)) / np.sqrt(groups.var(-1, keepdims=True) + 1e-5)
+    gain, bias = (v.data.reshape(6, *[1] * (x.ndim - 2)) for v in (layer.gain, layer.bias))
+    np.testing.assert_allclose(layer(mg.Tensor(x)).data, h.reshape(shape) * gain + bias, rtol=1e-10)
+    mg.check_vjp(lambda t: (layer(t) ** 2).sum(), x)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (2, 3, 2, 2)])
+def test_batch_norm(shape: tuple[int, ...]) -> None:
+    layer = nn.BatchNorm(param(), 3, momentum=0.25)
+    randomize(layer)
+    x, others, n = sample(*shape), (0, *range(2, len(shape))), np.prod(shape) // 3
+    gain, bias = (v.data.reshape(3, *[1] * (x.ndim - 2)) for v in (layer.gain, layer.bias))
+    centred = x - x.mean(others, keepdims=True)
+    expected = centred / np.sqrt(x.var(others, keepdims=True) + 1e-5) * gain + bias
+    np.testing.assert_allclose(layer(mg.Tensor(x)).data, expected, rtol=1e-10)
+    np.testing.assert_allclose(layer.running_mean.data, 0.25 * x.mean(others), rtol=1e-12)
+    np.testing.assert_allclose(layer.running_var.data, 0.75 + 0.25 * x.var(others) * n / (n - 1), rtol=1e-12)
+    mg.check_vjp(lambda t: (layer(t) ** 2).sum(), x)
+    before = layer.eval().state_dict()
+    assert {"running_mean", "running_var"} < before.keys()
+    scaled = (x - layer.running_mean.data.reshape(gain.shape)) / np.sqrt(
+        layer.running_var.data.reshape(gain.shape) + 1e-5
+    )
+    np.testing.assert_allclose(layer(mg.Tensor(x)).data, scaled * gain + bias, rtol=1e-10)
+    np.testing.assert_array_equal(layer.running_mean.data, before["running_mean"])
+
+
+def test_a_recomputed_batch_norm_counts_a_batch_once() -> None:
+    plain, again = (nn.BatchNorm(param(), 3) for _ in range(2))
+    x = mg.Tensor(sample(5, 3), requires_grad=True)
+    mg.backward((plain(x) ** 3).sum())
+    grad, x.grad = x.grad, None
+    mg.backward((mg.recompute(again, x) ** 3).sum())
+    np.testing.assert_array_equal(again.running_mean.data, plain.running_mean.data)
+    np.testing.assert_array_equal(again.running_var.data, plain.running_var.data)
+    np.testing.assert_array_equal(x.grad, grad)
+
+
+def test_norms_of_channels_say_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="GroupNorm: num_groups must divide the width, got 4 and 6"):
+        nn.GroupNorm(param(), 4, 6)
+    for layer in (nn.GroupNorm(param(), 2, 6), nn.BatchNorm(param(), 6)):
+        for shape in ((4,), (4, 5), (6, 4, 6)):
+            with pytest.raises(
+                ValueError, match=rf"^{type(layer).__name__}: x must be \(B, 6, ...\), got \({shape[0]},"
+            ):
+                layer(mg.Tensor(sample(*shape)))
+    with pytest.raises(ValueError, match=r"BatchNorm: training needs at least 2 values a channel, got .* \(1, 6\)"):
+        nn.BatchNorm(param(), 6)(mg.Tensor(sample(1, 6)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_norms_of_channels_keep_the_dtype(dtype: Any) -> None:
+    for layer in (nn.GroupNorm(param(dtype), 2, 4), nn.BatchNorm(param(dtype), 4)):
+        y = layer(mg.Tensor(sample(3, 4, 2).astype(dtype)))
+        assert y.dtype == dtype
+        assert layer.eval()(mg.Tensor(sample(3, 4, 2).astype(dtype))).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("module", "op"),
+    [
+        (nn.ReLU(), mg.relu),
+        (nn.LeakyReLU(0.2), lambda x: mg.leaky_relu(x, slope=0.2)),
+        (nn.GELU(), mg.gelu),
+        (nn.GELU(exact=True), lambda x: mg.gelu(x, exact=True)),
+        (nn.SiLU(), mg.silu),
+        (nn.Sigmoid(), mg.sigmoid),
+        (nn.Tanh(), mg.tanh),
+        (nn.Softplus(), mg.softplus),
+        (nn.Flatten(), lambda x: mg.reshape(x, (2, 48))),
+        (nn.MaxPool2d(2), lambda x: mg.max_pool2d(x, size=2)),
+        (nn.MaxPool2d((2, 3), stride=1), lambda x: mg.max_pool2d(x, size=(2, 3), stride=1)),
+        (nn.AvgPool2d(2, stride=1), lambda x: mg.avg_pool2d(x, size=2, stride=1)),
+    ],
+)
+def test_a_module_of_an_op_is_the_op(module: nn.Module, op: Any) -> None:
+    x = mg.Tensor(sample(2, 3, 4, 4))
+    np.testing.assert_array_equal(module(x).data, op(x).data)
+    assert module.parameters() == []
+
+
 # -- parameters by name -------------------------------------------------------------------
 
 
@@ -223,8 +312,7 @@ def test_parameters_come_in_order_of_declaration_and_tied_ones_once() -> None:
     # Those of a module itself came before those of the modules that it declares first.
     model = Pair(param())
     assert [p.name for p in model.parameters()] == ["a.weight", "a.bias", "b.weight", "b.bias", "scale"]
-    assert list(model.named_parameters().values()) == model.parameters()
-    assert list(model.named_parameters()) == [p.name for p in model.parameters()]
+    assert list(model.named_parameters()) == [(p.name, p) for p in model.parameters()]
     assert [type(m).__name__ for m in model.modules()] == ["Pair", "Linear", "Linear"]
 
 
@@ -250,7 +338,7 @@ def test_names_tell_parameters_apart() -> None:
         model.named_parameters()
     pair = Pair(param())
     pair.offset.name = "scale"
-    assert list(pair.named_parameters())[-1] == "scale"
+    assert list(pair.named_parameters())[-1] == ("scale", pair.scale)
     with pytest.raises(ValueError, match=r"names must be unique, got 'scale' twice: shapes \(\) and \(2,\)"):
         pair.state_dict()
 

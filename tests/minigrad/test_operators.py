@@ -176,7 +176,7 @@ def test_a_step_by_hand() -> None:
     with mg.no_grad():
         for p in model.parameters():
             p -= 0.1 * p.grad
-    for name, p in model.named_parameters().items():
+    for name, p in model.named_parameters():
         np.testing.assert_array_equal(p.data, before[name] - 0.1 * 3)
 
 

@@ -110,7 +110,7 @@ def test_forward_and_backward_are_those_of_the_layers():
     stage = only_stage(LAYERS)
     output, reached = forward(stage, x, input_grad=True)
     assert stage.num_in_flight == 1
-    assert {p.name for p in reached} == set(stage.named_parameters())
+    assert {p.name for p in reached} == set(dict(stage.named_parameters()))
     input_grad = backward(stage, np.full(output.shape, 1 / output.size))
     assert stage.num_in_flight == 0
 

@@ -233,7 +233,7 @@ def test_a_small_fault_in_a_gradient_that_is_zero_is_found(monkeypatch: pytest.M
     def faulty(backward: Any) -> Any:
         def adds_a_little(self: Any, *args: Any) -> Any:
             result = backward(self, *args)
-            for name, p in self.named_parameters().items():
+            for name, p in self.named_parameters():
                 if name.endswith("a0.key.bias"):
                     p.grad[...] += 1e-12
             return result

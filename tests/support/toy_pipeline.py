@@ -100,7 +100,7 @@ def gradients_in_one_process(
         if part.requires_grad:
             mg.backward_with_grad(part, len(x) / num_samples)
     grads: dict[str, Array] = {}
-    for name, p in model.named_parameters().items():
+    for name, p in model.named_parameters():
         p.fill_missing_grad()
         grads[name] = p.grad_view()
     return loss, grads

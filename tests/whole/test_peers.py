@@ -93,7 +93,7 @@ def test_gradients_of_a_gpt_are_torchs(torch: ModuleType) -> None:
     mg.backward(loss)
     expected.backward()
     peer_grads = peer.by_minigrad_name(lambda p: p.grad)
-    for name, p in model.named_parameters().items():
+    for name, p in model.named_parameters():
         np.testing.assert_allclose(p.grad, peer_grads[name].numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
 
 
