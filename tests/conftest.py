@@ -110,12 +110,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("mpi")
-        if {"MPIRUN", "jobs", "run_job"} & vars(getattr(item, "module", None) or config).keys():
-            item.add_marker(pytest.mark.xdist_group("jobs"))  # jobs of several processes: one at a time
     if UNDER_MPI:
         kept = [item for item in items if item.get_closest_marker("mpi")]
         config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("mpi")])
         items[:] = kept
+    items.sort(key=lambda item: not starts_jobs(item))  # what takes longest first, so that all workers end together
+
+
+def starts_jobs(item: pytest.Item) -> bool:
+    """Tell whether this test's file starts other processes; stable, so that each file stays together."""
+    return bool({"MPIRUN", "run_job", "subprocess"} & vars(getattr(item, "module", None) or item).keys())
 
 
 @pytest.fixture

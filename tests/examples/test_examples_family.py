@@ -2,11 +2,13 @@
 
 import ast
 import difflib
+import functools
 import json
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import ROOT, needs_mpirun, run_job
+from jobs import ROOT, needs_mpirun, run_job, write_text
 
 import custom_comm_hook
 import custom_op
@@ -79,24 +81,34 @@ def run_as_its_first_line_says(name: str, small: list[str], cwd: Path) -> tuple[
 # -- what they do -------------------------------------------------------------------------------
 
 
+Runs = Callable[[str], tuple[Path, str]]
+
+
 @pytest.fixture(scope="module")
-def text_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+def text_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Each script's folder and what it printed; run when it is first asked for."""
     cwd = tmp_path_factory.mktemp("text")
-    return {name: run_as_its_first_line_says(name, SMALL_TEXT, cwd) for name in ON_TEXT}
+    small = [*SMALL_TEXT, "--text", str(write_text(cwd))]
+    return functools.cache(lambda name: run_as_its_first_line_says(name, small, cwd))
+
+
+def long_but(names: list[str], quick: list[str]) -> list[Any]:
+    """Mark the scripts that `make test` leaves out."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @needs_mpirun
-@pytest.mark.parametrize("name", ON_TEXT)
-def test_gpts_learn_the_same_in_every_layout(name: str, text_runs: dict[str, tuple[Path, str]]) -> None:
-    losses = losses_of(text_runs[name][0])
+@pytest.mark.parametrize("name", long_but(ON_TEXT, ["gpt_single", "gpt_ddp", "schedule_from_csv"]))
+def test_gpts_learn_the_same_in_every_layout(name: str, text_runs: Runs) -> None:
+    losses = losses_of(text_runs(name)[0])
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.3
-    np.testing.assert_allclose(losses, losses_of(text_runs["gpt_single"][0]), rtol=1e-9)
+    np.testing.assert_allclose(losses, losses_of(text_runs("gpt_single")[0]), rtol=1e-9)
 
 
 @needs_mpirun
-def test_replicas_without_a_pipeline_have_a_timeline(text_runs: dict[str, tuple[Path, str]]) -> None:
-    folder, _ = text_runs["gpt_ddp"]
+def test_replicas_without_a_pipeline_have_a_timeline(text_runs: Runs) -> None:
+    folder, _ = text_runs("gpt_ddp")
     page = (folder / "timeline.svg").read_text()
     assert all(f">{words}</text>" in page for words in ("step 5", "rank 0", "rank 1", "backward", "bucket under way"))
     events = [
@@ -109,11 +121,9 @@ def test_replicas_without_a_pipeline_have_a_timeline(text_runs: dict[str, tuple[
 
 
 @needs_mpirun
-@pytest.mark.parametrize("name", ["schedule_from_csv", "custom_schedule"])
-def test_schedules_of_ones_own_are_drawn_before_the_run_and_timed_in_it(
-    name: str, text_runs: dict[str, tuple[Path, str]]
-) -> None:
-    folder, printed = text_runs[name]
+@pytest.mark.parametrize("name", long_but(["schedule_from_csv", "custom_schedule"], ["schedule_from_csv"]))
+def test_schedules_of_ones_own_are_drawn_before_the_run_and_timed_in_it(name: str, text_runs: Runs) -> None:
+    folder, printed = text_runs(name)
     schedule, bubble = {
         "schedule_from_csv": (load(EXAMPLES / "schedules" / "split_on_last_rank.csv"), "the bubble is 8.3% "),
         "custom_schedule": (EAGER, "eager_1f1b: a bubble of 25.0% of the ideal time, 41.7% with slow messages"),
@@ -124,15 +134,15 @@ def test_schedules_of_ones_own_are_drawn_before_the_run_and_timed_in_it(
 
 
 @pytest.fixture(scope="module")
-def digits_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+def digits_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     cwd = tmp_path_factory.mktemp("digits")
-    return {name: run_as_its_first_line_says(name, SMALL_DIGITS, cwd) for name in ON_DIGITS}
+    return functools.cache(lambda name: run_as_its_first_line_says(name, SMALL_DIGITS, cwd))
 
 
 @needs_mpirun
-@pytest.mark.parametrize("name", ON_DIGITS)
-def test_networks_learn_digits(name: str, digits_runs: dict[str, tuple[Path, str]]) -> None:
-    folder, printed = digits_runs[name]
+@pytest.mark.parametrize("name", long_but(ON_DIGITS, ["mlp_digits"]))
+def test_networks_learn_digits(name: str, digits_runs: Runs) -> None:
+    folder, printed = digits_runs(name)
     assert [line["step"] for line in metrics_of(folder)] == list(range(60))
     losses = losses_of(folder)
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
@@ -143,20 +153,22 @@ def test_networks_learn_digits(name: str, digits_runs: dict[str, tuple[Path, str
     assert re.search(r"reads \d\d\.\d% of 360 digits right that it never saw", printed)
 
 
+@pytest.mark.long
 @needs_mpirun
-def test_one_process_goes_on_as_two_ranks_did(digits_runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
+def test_one_process_goes_on_as_two_ranks_did(digits_runs: Runs, tmp_path: Path) -> None:
     for more in ([*SMALL_DIGITS, "--steps", "30"], ["--resume", "auto", "--steps", "60"]):
         result = run_job([script("mlp_digits"), *more, "--run", "here"], ranks=None, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
     assert "goes on after step 30" in result.stdout
     losses = losses_of(tmp_path / "here")
     assert len(losses) == 60
-    np.testing.assert_allclose(losses, losses_of(digits_runs["mlp_digits"][0]), rtol=1e-4)  # float32
+    np.testing.assert_allclose(losses, losses_of(digits_runs("mlp_digits")[0]), rtol=1e-4)  # float32
 
 
+@pytest.mark.long
 @needs_mpirun
-def test_the_comm_hook_sends_a_fiftieth(digits_runs: dict[str, tuple[Path, str]]) -> None:
-    sent, plain = re.findall(r"[\d,]+(?= bytes)|(?<=all of them are )[\d,]+", digits_runs["custom_comm_hook"][1])
+def test_the_comm_hook_sends_a_fiftieth(digits_runs: Runs) -> None:
+    sent, plain = re.findall(r"[\d,]+(?= bytes)|(?<=all of them are )[\d,]+", digits_runs("custom_comm_hook")[1])
     assert 45 < int(plain.replace(",", "")) / int(sent.replace(",", "")) < 55
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 from jobs import ROOT, needs_mpirun, run_job
 
 from common.settings import LayoutSettings
@@ -34,6 +35,7 @@ def run_all(lines: list[str], folder: Path, said: Sequence[str] = ()) -> None:
     assert all(line.startswith(words) for line, words in zip(warnings, said, strict=True)), warnings
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_every_schedule_runs_to_its_end_in_every_layout_and_goes_on(tmp_path: Path) -> None:
     """A run of each schedule begins in one layout, and goes on in the next ones, a step in each."""

@@ -50,7 +50,13 @@ def test_it_asks_a_question_shows_a_picture_and_checks_itself(source: Path) -> N
     assert "hings to try" in built.cells[-1].source
 
 
-@every_notebook
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, id=source.stem, marks=[pytest.mark.long] if source.name[0] in "26" else [])
+        for source in sources()
+    ],
+)
 def test_its_text_runs_as_a_script(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if MPIRUN is None and "mpirun" in source.read_text(encoding="utf-8"):
         pytest.skip("no mpirun beside this Python or on the PATH")

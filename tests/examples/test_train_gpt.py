@@ -2,11 +2,12 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import ROOT, needs_mpirun, run_job
+from jobs import ROOT, needs_mpirun, run_job, write_text
 from safetensors.numpy import load_file
 
 import train_gpt
@@ -19,8 +20,13 @@ SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
-    result = run_job([SCRIPT, *TINY], ranks=None, cwd=tmp_path_factory.mktemp("one_process"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*TINY, "--text", str(write_text(tmp_path_factory.mktemp("text")))]
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    result = run_job([SCRIPT, *tiny], ranks=None, cwd=tmp_path_factory.mktemp("one_process"))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -32,7 +38,7 @@ def learned(output: str) -> str:
 
 def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> None:
     assert one_process.startswith("1 rank, no MPI")
-    assert re.search(r"validation loss \d\.\d{3} nats a token\na trigram table gets 1\.\d{3}", one_process)
+    assert re.search(r"validation loss \d\.\d{3} nats a token\na trigram table gets \d\.\d{3}", one_process)
     assert "\nit writes\n" in one_process
 
 
@@ -41,17 +47,17 @@ def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> N
     "layout",
     ["--dp 2", "--pp 2 --microbatches 3", "--dp 2 --pp 2 --schedule gpipe --microbatches 2"],
 )
-def test_every_layout_trains_the_same_model(one_process: str, layout: str, tmp_path: Path) -> None:
+def test_every_layout_trains_the_same_model(one_process: str, tiny: list[str], layout: str, tmp_path: Path) -> None:
     ranks = 4 if "--dp 2 --pp 2" in layout else 2
-    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout.split()], ranks=ranks, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *layout.split()], ranks=ranks, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert learned(result.stdout) == learned(one_process)
 
 
 @needs_mpirun
-def test_the_timeline_shows_the_last_step_on_every_rank(tmp_path: Path) -> None:
+def test_the_timeline_shows_the_last_step_on_every_rank(tiny: list[str], tmp_path: Path) -> None:
     layout = ["--dp", "2", "--pp", "2", "--microbatches", "2", "--steps", "2", "--run", "here"]
-    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *layout], ranks=4, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *layout], ranks=4, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     trace = json.loads((tmp_path / "here" / "timeline.json").read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -102,24 +108,10 @@ def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
 
 
 @needs_mpirun
-def test_the_numbers_are_what_they_were(tmp_path: Path) -> None:
+def test_the_numbers_are_what_they_were(tiny: list[str], tmp_path: Path) -> None:
     """Every layout could leave out the same thing: clipping, a fresh dropout mask each step, a window's weight."""
-    (tmp_path / "squares.txt").write_text(" ".join(str(i * i) for i in range(900)))
-    flags = [
-        "--dp",
-        "2",
-        "--lr",
-        "0.03",
-        "--text",
-        "squares.txt",
-        "--run",
-        "here",
-        "--bucket-mb",
-        "0.01",
-        "--check-every",
-        "2",
-    ]
-    result = run_job(["-m", "mpi4py", SCRIPT, *TINY, *flags], ranks=2, cwd=tmp_path)
+    flags = shlex.split("--dp 2 --lr 0.03 --run here --bucket-mb 0.01 --check-every 2")
+    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
     assert losses == pytest.approx([5.547860548689599, 4.961436873899422, 4.222565230060095, 3.823816592687667], 1e-9)
@@ -182,10 +174,12 @@ train_gpt.run_script(train_gpt.main)
 
 @needs_mpirun
 @pytest.mark.parametrize(("steps", "code"), [("{3}", 0), ("range(3, 99)", 2)])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(steps: str, code: int, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(
+    steps: str, code: int, tiny: list[str], tmp_path: Path
+) -> None:
     """The loss is finite, so that nothing else would be seen before weights, and checkpoints from there on, are nan."""
     program = POISONED.replace("{steps}", steps)
-    flags = [*TINY, "--steps", "14", "--pp", "2", "--microbatches", "2", "--run", "here", "--save-every", "1"]
+    flags = [*tiny, "--steps", "14", "--pp", "2", "--microbatches", "2", "--run", "here", "--save-every", "1"]
     arguments = ["-m", "mpi4py", "-c", program, str(ROOT / "examples"), *flags]
     result = run_job(arguments, ranks=2, cwd=tmp_path)
     assert result.returncode == code, result.stderr

@@ -264,7 +264,7 @@ from mpi4py import MPI
 import numpy as np
 from pipeline.schedules.csv_file import parse
 
-comm, mode = MPI.COMM_WORLD, sys.argv[1]
+comm, mode, limit = MPI.COMM_WORLD, sys.argv[1], float(sys.argv[3])
 programs = parse(open(sys.argv[2]).read())
 
 def tag(action):  # both ends of a message: direction, receiving stage, micro-batch
@@ -276,7 +276,7 @@ def hang():
     os._exit(7)
 
 comm.Barrier()
-watchdog = threading.Timer(3, hang)
+watchdog = threading.Timer(limit, hang)
 watchdog.daemon = True
 watchdog.start()
 other, posted, sent = 1 - comm.rank, {}, []
@@ -315,11 +315,11 @@ print("ends", flush=True)
 def test_mpi_ends_what_is_accepted_and_hangs_in_what_is_refused(programs, mode, tmp_path):
     try:
         check(programs, synchronous_sends=mode == "blocking")
-        verdict = "ends"
+        verdict, limit = "ends", 30
     except ScheduleError:
-        verdict = "hangs"
+        verdict, limit = "hangs", 1
     script, text = tmp_path / "run_programs.py", tmp_path / "programs.csv"
     script.write_text(RUN_PROGRAMS)
     text.write_text(dump(programs))
-    result = run_job([str(script), mode, str(text)], ranks=2)
+    result = run_job([str(script), mode, str(text), str(limit)], ranks=2)
     assert set(re.findall("ends|hangs", result.stdout)) == {verdict}, result.stdout + result.stderr

@@ -42,7 +42,8 @@ def run_job(
 
 def environ() -> dict[str, str]:
     """Return the environment of a job, whichever MPI starts it."""
-    return os.environ | {
+    unless_given = {"MINIGRAD_KERNELS": "numpy"}  # to load numba and its kernels takes each process two seconds of CPU
+    always = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",  # what Open MPI wants; as variables, because MPICH refuses its flags
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -50,6 +51,14 @@ def environ() -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support"))),
     }
+    return unless_given | os.environ | always
+
+
+def write_text(folder: Path) -> Path:
+    """Write a text that is soon learned and soon validated, for jobs that would take Python's of 470,000 bytes."""
+    path = folder / "squares.txt"
+    path.write_text(" ".join(str(i * i) for i in range(900)))
+    return path
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from jobs import MPIRUN, ROOT, environ
+from jobs import MPIRUN, ROOT, environ, write_text
 
 import distributed
 import minigrad as mg
@@ -27,7 +27,7 @@ from pipeline import BW, SCHEDULES, F, PipelineExecutor, PipelineStage
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"(?:<!-- ranks: (\d+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
-SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 16"
+SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 16 --text squares.txt"
 LIMIT_SECONDS = 60
 
 
@@ -53,7 +53,14 @@ def blocks(page: Path) -> list[Block]:
 
 def of(*languages: str) -> list[Any]:
     every = [block for page in PAGES for block in blocks(page) if block.language in languages]
-    return [pytest.param(block, id=f"{block.page.stem}-{block.number}") for block in every]
+    return [
+        pytest.param(
+            block,
+            id=f"{block.page.stem}-{block.number}",
+            marks=[pytest.mark.long] if block.language == "slurm" or "mpirun" in block.code else [],
+        )
+        for block in every
+    ]
 
 
 @pytest.fixture
@@ -63,6 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if path.name not in ("runs", ".git", ".venv"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
+    write_text(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -150,7 +158,7 @@ def run_sh(script: str, folder: Path, extra_path: Path | None = None) -> str:
     result = subprocess.run(
         ["bash", "-euo", "pipefail", str(file)],
         cwd=folder,
-        env=environ() | {"PATH": os.pathsep.join(path)},
+        env=environ() | {"PATH": os.pathsep.join(path), "MINIGRAD_KERNELS": ""},  # as on a reader's machine
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,

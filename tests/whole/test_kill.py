@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import MPIRUN, ROOT, environ, needs_mpirun
+from jobs import MPIRUN, ROOT, environ, needs_mpirun, write_text
 from safetensors.numpy import load_file
 
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
@@ -35,6 +35,7 @@ class Job:
         self.metrics = folder / "metrics.jsonl"
         self._folder = folder
         arguments = [*SIZES.split(), *LAYOUTS[layout].split(), "--steps", str(steps)]
+        arguments += ["--text", str(write_text(folder.parent))]
         command = [sys.executable, "-m", "mpi4py", SCRIPT, *arguments, "--run", str(folder), "--resume", "auto"]
         assert MPIRUN is not None
         self._log = (folder.parent / f"{folder.name}.log").open("a")
