@@ -1,11 +1,8 @@
 """Attention: mixing positions by the softmax of scores. One pair of loops serves both ops.
 
-The softmax stays two factors, exp(s) and the inverse row sums: dividing the output by the sums costs less than
-dividing the weights, and the backward needs only products of the two.
-
-Queries come in blocks. Of a single block the two factors are kept. Of several, on a CPU, the backward computes them
-again, so that no tape holds T x T numbers; and samples take turns, so that a block stays in the cache, which wins most
-of the time back. A GPU keeps them all: there computing again makes the op 1.3 to 1.5 times as long.
+Queries come in blocks. Of a single block the weights are kept. Of several, on a CPU, the backward computes them again,
+so that no tape holds T x T numbers; and samples take turns, so that a block stays in the cache, which wins most of the
+time back. A GPU keeps them all: there computing again makes the op 1.3 to 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -146,35 +143,34 @@ def _attend_at_once(
     if xp is np or q.dtype.kind == "V":  # NumPy has no fast product of half precision, CuPy none of bfloat16 stacks
         q, k, v = widened(q), widened(k), widened(v)
     kernels, scale = kernels_of(q, k, v), q.shape[-1] ** -0.5
-    small = kernels.scores_are_small(q, k, scale)
 
-    def weights(rows: slice, end: int) -> tuple[Array, Array]:
-        """Return exp of these rows' scores with the keys before `end`, and one over its row sums."""
-        scores = kernels.product(q[..., rows, :] * scale, k[..., :end, :].swapaxes(-1, -2))
+    def weights(rows: slice, end: int) -> Array:
+        """Return the softmax of these rows' scores with the keys before `end`."""
+        scores = kernels.product(q[..., rows, :], k[..., :end, :].swapaxes(-1, -2))
         seen = None if mask is None else mask[..., rows, :end]
-        weights: tuple[Array, Array] = kernels.attention_weights(scores, rows.start if causal else None, seen, small)
+        weights: Array = kernels.attention_weights(scores, scale, rows.start if causal else None, seen)
         return weights
 
     blocks = []  # of each: its rows, the end of its keys, its weights if they are kept
     for start in range(0, max(1, num_queries), block):
         rows = slice(start, min(start + block, num_queries))
         end = rows.stop if causal else num_keys
-        e, r = weights(rows, end)
-        y[..., rows, :] = kernels.product(e, v[..., :end, :]) * r
-        blocks.append((rows, end, (e, r) if keep else None))
+        p = weights(rows, end)
+        kernels.product(p, v[..., :end, :], y[..., rows, :])
+        blocks.append((rows, end, p if keep else None))
     if keep:
         mask = None  # so that the tape does not keep what only computing again would need
 
     def backward(g: Array, dq: Array, dk: Array, dv: Array) -> None:
+        g = g.astype(q.dtype, copy=False)
         dk_sum, dv_sum = (x if x.dtype == k.dtype else xp.empty(x.shape, k.dtype) for x in (dk, dv))
         for rows, end, kept in reversed(blocks):
-            e, r = kept or weights(rows, end)
+            p = weights(rows, end) if kept is None else kept
             add = rows.stop < num_queries  # the last block comes first and reaches every key
-            gr = g[..., rows, :] * r
-            kernels.product(e.swapaxes(-1, -2), gr, dv_sum[..., :end, :], add)
-            gr *= scale
-            dp = kernels.product(gr, v[..., :end, :].swapaxes(-1, -2))
-            ds = kernels.attention_dscores(dp, e, gr, y[..., rows, :])
+            own = g[..., rows, :]
+            kernels.product(p.swapaxes(-1, -2), own, dv_sum[..., :end, :], add)
+            dp = kernels.product(own, v[..., :end, :].swapaxes(-1, -2))
+            ds = kernels.attention_dscores(dp, p, scale)
             kernels.product(ds, k[..., :end, :], dq[..., rows, :])
             kernels.product(ds.swapaxes(-1, -2), q[..., rows, :], dk_sum[..., :end, :], add)
         if dk_sum is not dk:

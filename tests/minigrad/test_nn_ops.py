@@ -80,21 +80,21 @@ def test_a_key_that_is_masked_counts_for_nothing_however_well_it_fits() -> None:
     assert y.data == 5
 
 
-def test_attention_keeps_its_inputs_its_output_and_the_scores_of_one_block_of_queries() -> None:
-    # and no second array of scores, nor a scaled copy of the queries; of several blocks it keeps no scores at all
-    for time, scores_and_sums in (64, 64 * 64 + 64), (65, 0):
+def test_attention_keeps_its_inputs_and_the_weights_of_one_block_of_queries() -> None:
+    # and no second array of scores, nor its output; of several blocks it keeps no weights at all
+    for time, num_weights in (64, 64 * 64), (65, 0):
         qkv = leaf(sample(2, time, 12))
         y = mg.causal_attention(qkv, num_heads=2)
-        assert kept_bytes(y) == qkv.data.nbytes + y.data.nbytes + 2 * 2 * 8 * scores_and_sums
+        assert kept_bytes(y) == qkv.data.nbytes + 2 * 2 * 8 * num_weights
 
 
 def test_attention_without_causal_has_larger_blocks_and_keeps_a_mask_to_compute_scores_again() -> None:
     k, mask = leaf(sample(3, 2, 4, 1)), np.ones((3, 1, 1, 4), bool)
-    for time, scores_and_sums, kept_mask in (256, 4 + 1, 0), (257, 0, mask.nbytes):
+    for time, num_weights, kept_mask in (256, 4, 0), (257, 0, mask.nbytes):
         q = leaf(sample(3, 2, time, 1))
         y = mg.scaled_dot_product_attention(q, k, k, mask=mask)
-        arrays = q.data.nbytes + k.data.nbytes + y.data.nbytes
-        assert kept_bytes(y) == arrays + 3 * 2 * time * 8 * scores_and_sums + kept_mask
+        arrays = q.data.nbytes + k.data.nbytes
+        assert kept_bytes(y) == arrays + 3 * 2 * time * 8 * num_weights + kept_mask
 
 
 def test_attention_over_several_blocks_never_has_all_scores_at_a_time() -> None:
