@@ -42,6 +42,21 @@ def gradients(row: Row, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, l
     return y, [x.grad for x in tensors if isinstance(x, mg.Tensor) and x.grad is not None]
 
 
+def test_arithmetic_with_an_array_on_the_left_is_ours() -> None:
+    a, x = to_device(np.full((2, 2), 3.0)), mg.Tensor(to_device(np.arange(1.0, 5.0).reshape(2, 2)), requires_grad=True)
+    for y, expected in [
+        (a + x, a + x.data),
+        (a - x, a - x.data),
+        (a * x, a * x.data),
+        (a / x, a / x.data),
+        (a**x, a**x.data),
+        (a @ x, a @ x.data),
+    ]:
+        assert y.node is not None
+        np.testing.assert_allclose(to_host(y.data), to_host(expected))
+    assert to_host(a > x).tolist() == [[True, True], [False, False]]
+
+
 @each_row
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_value_and_gradients_are_the_cpus(row: Row, dtype: Any) -> None:

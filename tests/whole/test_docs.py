@@ -1,7 +1,8 @@
 """Every block of code in README.md and docs/ runs, and what is shown below a command is what it prints.
 
 Sizes are cut down on the way: `--steps 100` becomes 3. A comment above a block says on how many ranks it runs,
-`<!-- ranks: 4 -->`; those are threads, whose communicator `world()` then returns.
+`<!-- ranks: 4 -->`; those are threads, whose communicator `world()` then returns. `<!-- file: NAME -->` is what the
+commands of its page find it as.
 """
 
 import os
@@ -26,7 +27,7 @@ from minigrad.optim import AdamW, Optimizer
 from pipeline import BW, SCHEDULES, F, PipelineExecutor, PipelineStage
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-BLOCK = re.compile(r"(?:<!-- ranks: (\d+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- (?:ranks: (\d+)|file: (\S+)) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 16 --text squares.txt"
 LIMIT_SECONDS = 60
 
@@ -37,6 +38,7 @@ class Block(NamedTuple):
     page: Path
     number: int
     ranks: int
+    file: str
     language: str
     code: str
 
@@ -170,8 +172,12 @@ def run_sh(script: str, folder: Path, extra_path: Path | None = None) -> str:
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 @pytest.mark.parametrize("block", of("sh"))
 def test_commands(block: Block, folder: Path) -> None:
-    if block.above is not None and block.above.language == "python" and block.page.name == "how-to.md":
-        exec(block.above.code, {})  # commands may go on from it
+    for other in blocks(block.page):
+        if other.file:
+            (folder / other.file).write_text(other.code)
+    before = block.above
+    if before is not None and before.language == "python" and not before.file and block.page.name == "how-to.md":
+        exec(before.code, {})  # commands may go on from it
     script = re.sub(r"^make\b", "make -n", block.code, flags=re.MULTILINE)  # what they do is tested elsewhere
     run_sh(small(script), folder)
 
