@@ -2,10 +2,14 @@
 
     {"step": 7, "loss": 2.41, "seconds": 0.062, "exposed_comm_seconds": 0.004, "tokens_per_second": 49500.0}
 
-Only `step` is compulsory: a picture whose numbers are missing is not drawn. It needs matplotlib, but neither a display
-nor matplotlib's global state, so that a training script may draw as it ends.
+Only `step` is compulsory: a picture whose numbers are missing is not drawn. The first line that a process writes also
+says on how many `ranks` it is, and as which `dp` and `pp`; where such a line is not the run's first, a picture marks
+where the run was gone on with. Titles say what the screen and `summary.json` say.
+
+It needs matplotlib, but neither a display nor matplotlib's global state, so that a training script may draw as it ends.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from os import PathLike
@@ -33,6 +37,19 @@ class Curve(NamedTuple):
     values: Numbers
 
 
+class Totals(NamedTuple):
+    """What all steps of a run come to.
+
+    Attributes:
+        speed: samples or tokens a second; None where nothing was noted.
+        waited: the share of the time in waits for other ranks, likewise.
+    """
+
+    seconds: float
+    speed: float | None
+    waited: float | None
+
+
 class Plot(NamedTuple):
     """What one picture shows.
 
@@ -41,6 +58,7 @@ class Plot(NamedTuple):
         axis: what the values are, with their unit.
         curve: one value a step.
         points: measured now and then, for validation.
+        marks: steps before which the run was gone on with, and what is to be said of each.
         from_zero: whether the axis begins at 0.
         percent: whether the values are percentages.
     """
@@ -50,6 +68,7 @@ class Plot(NamedTuple):
     axis: str
     curve: Curve
     points: Curve | None = None
+    marks: Sequence[tuple[int, str]] = ()
     from_zero: bool = True
     percent: bool = False
 
@@ -90,27 +109,63 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def totals(metrics: Metrics) -> Totals:
+    """Sum a run up."""
+    seconds = sum(row.get("seconds") or 0.0 for row in metrics)
+    key = speed_key(metrics)
+    speeds = [(row[key], row.get("seconds") or 1.0) for row in metrics if key and row.get(key) is not None]
+    speed = sum(each * taken for each, taken in speeds) / sum(taken for _, taken in speeds) if speeds else None
+    both = [row for row in metrics if row.get("seconds") and row.get("exposed_comm_seconds") is not None]
+    waited = sum(row["exposed_comm_seconds"] for row in both) / sum(row["seconds"] for row in both) if both else None
+    return Totals(seconds, speed, waited)
+
+
+def speed_key(metrics: Metrics) -> str | None:
+    """Return the key of the run's speed, `"tokens_per_second"`."""
+    return next((key for row in metrics for key in row if key.endswith("_per_second") and row[key] is not None), None)
+
+
+def speed_text(speed: float) -> str:
+    """Return a speed as a person reads it."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
+def marks_of(metrics: Metrics) -> list[tuple[int, str]]:
+    """Return the steps with which another process began, and what it changed in the layout."""
+    begun = [(row["step"], _layout(row)) for row in metrics if row.get("ranks")]
+    return [
+        (step, "resumed" if layout == before else f"on as {layout}")
+        for (_, before), (step, layout) in itertools.pairwise(begun)
+    ]
+
+
+def _layout(row: dict[str, Any]) -> str:
+    parts = [f"{name} {row[name]:g}" for name in ("dp", "pp") if row.get(name)]
+    return " x ".join(parts) or f"{row['ranks']:g} ranks"
+
+
 def plots(metrics: Metrics, loss_unit: str) -> Iterator[Plot]:
     """Choose what to show of a run, and say in each title what it shows."""
+    marks, whole = marks_of(metrics), totals(metrics)
     loss, validation = curve_of(metrics, "loss"), curve_of(metrics, "validation_loss")
     if len(loss.steps):
-        title = f"Loss goes from {loss.values[0]:.2f} to {smooth(loss).values[-1]:.2f} {loss_unit}"
+        title = f"Loss goes from {loss.values[0]:.3f} to {loss.values[-1]:.3f} {loss_unit}"
         if len(validation.steps):
-            title += f", validation {validation.values[-1]:.2f}"
-        yield Plot("loss", title, f"loss, {loss_unit}", loss, validation, from_zero=False)
+            title += f", validation {validation.values[-1]:.3f}"
+        yield Plot("loss", title, f"loss, {loss_unit}", loss, validation, marks, from_zero=False)
 
-    speeds = [key for row in metrics for key in row if key.endswith("_per_second") and row[key] is not None]
-    if speeds:
-        speed, unit = curve_of(metrics, speeds[0]), speeds[0].replace("_per_", " a ")
-        median = float(f"{np.median(speed.values):.3g}")
-        yield Plot("throughput", f"{median:,.10g} {unit} in a median step", unit, speed)
+    key = speed_key(metrics)
+    if key is not None and whole.speed is not None:
+        unit = key.replace("_per_", " a ")
+        title = f"{speed_text(whole.speed)} {unit} over all steps"
+        yield Plot("throughput", title, unit, curve_of(metrics, key), marks=marks)
 
     both = [row for row in metrics if row.get("seconds") and row.get("exposed_comm_seconds") is not None]
     waited, seconds = curve_of(both, "exposed_comm_seconds"), curve_of(both, "seconds")
-    if len(waited.steps):
+    if whole.waited is not None:
         share = Curve(waited.steps, 100 * waited.values / seconds.values)
-        title = f"{np.median(share.values):.1f}% of a median step is spent waiting for other ranks"
-        yield Plot("exposed_communication", title, "share of a step's time", share, percent=True)
+        title = f"{whole.waited:.0%} of the time is spent waiting for other ranks"
+        yield Plot("exposed_communication", title, "share of a step's time", share, marks=marks, percent=True)
 
 
 def curve_of(metrics: Metrics, key: str) -> Curve:
@@ -160,8 +215,23 @@ def _draw(plot: Plot, folder: Path) -> Path:
     if plot.points is not None and len(plot.points.steps):
         axes.plot(*plot.points, "o-", color=POINT, linewidth=1.2, markersize=5, label="validation")
     axes.set_ylim(limits(plot, line))
+    for step, words in plot.marks:
+        axes.axvline(step - 0.5, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(
+            words,
+            (step - 0.5, 0.98),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            color=MUTED,
+            fontsize=9,
+        )
 
-    axes.set_title(plot.title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=30)
+    size = 13 if len(plot.title) < 70 else 10  # a picture is 800 points wide
+    axes.set_title(plot.title, loc="left", color=INK, fontsize=size, fontweight="bold", pad=30)
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.02),

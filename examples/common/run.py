@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.command_line import CHECKPOINTS, METRICS, Saved, fail, flag_of, to_save
+from common.plots import speed_text, totals
 from common.progress import Progress
 from common.run_folder import RunFolder
 from common.settings import RunSettings
@@ -131,6 +132,8 @@ class Run:
             for step in range(first, settings.steps):
                 start, waited = time.perf_counter(), self._comm.waited_seconds
                 self._line = {"step": step, "learning_rate": optimizer.lr}
+                if step == first:
+                    self._line |= self._layout()
                 yield step
                 line = self._measure(time.perf_counter() - start, self._comm.waited_seconds - waited)
                 if not math.isfinite(line["loss"]):
@@ -192,22 +195,24 @@ class Run:
         lines = self._files.read_metrics()
         if not lines:
             return ""  # all steps were done elsewhere, and nobody knows how
-        seconds = sum(line["seconds"] for line in lines)
-        samples = sum(line[self._speed] * line["seconds"] for line in lines)
-        speed = samples / seconds
+        seconds, speed, waited = totals(lines)
         summary = {"steps": len(lines), "seconds": seconds, "loss": lines[-1]["loss"], self._speed: speed}
         time_taken = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
-        words = f"{len(lines)} steps in {time_taken}, {speed:,.0f} {self._samples}/s"
-        if self._comm.size > 1:
-            waited = sum(line.get("exposed_comm_seconds") or 0.0 for line in lines)
-            summary["exposed_comm_share"] = waited / seconds
-            words += f", {waited / seconds:.0%} of it in waits for other ranks"
+        words = f"{len(lines)} steps in {time_taken}, {speed_text(speed or 0.0)} {self._samples}/s"
+        if waited is not None:
+            summary["exposed_comm_share"] = waited
+            words += f", {waited:.0%} of it in waits for other ranks"
         num_skipped = sum(_was_skipped(line) for line in lines)
         if num_skipped:
             summary["skipped_steps"] = num_skipped
             words += f"; {num_skipped} skipped, as their gradients were not finite"
         self._files.write_summary(summary | figures)
         return words
+
+    def _layout(self) -> dict[str, int]:
+        """Return what a picture says of the processes that go on with a run."""
+        parts = {name: getattr(self.settings, name) for name in ("dp", "pp") if hasattr(self.settings, name)}
+        return {"ranks": self._comm.size} | parts
 
     @property
     def _speed(self) -> str:

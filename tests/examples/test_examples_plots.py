@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.plots import LINE, POINT, Curve, Plot, draw_plots, limits, plots, read_metrics, smooth
+from common.plots import LINE, POINT, Curve, Plot, draw_plots, limits, plots, read_metrics, smooth, totals
 
 FILES = ["loss.png", "throughput.png", "exposed_communication.png"]
 
@@ -82,9 +82,9 @@ def test_titles_say_what_one_sees() -> None:
     metrics[99]["validation_loss"] = 2.0
     metrics[199]["validation_loss"] = 1.25
     assert [(plot.title, plot.axis) for plot in plots(metrics, "nats a byte")] == [
-        ("Loss goes from 5.00 to 1.01 nats a byte, validation 1.25", "loss, nats a byte"),
-        ("30,700 tokens a second in a median step", "tokens a second"),
-        ("25.0% of a median step is spent waiting for other ranks", "share of a step's time"),
+        ("Loss goes from 5.000 to 1.009 nats a byte, validation 1.250", "loss, nats a byte"),
+        ("30,720 tokens a second over all steps", "tokens a second"),
+        ("25% of the time is spent waiting for other ranks", "share of a step's time"),
     ]
 
 
@@ -118,7 +118,7 @@ def test_a_picture_without_numbers_is_not_drawn(missing: list[str], names: list[
 
 def test_speed_is_in_the_unit_of_the_run() -> None:
     (plot,) = plots([{"step": 1, "samples_per_second": 3.14159}], "nats")
-    assert (plot.title, plot.axis) == ("3.14 samples a second in a median step", "samples a second")
+    assert (plot.title, plot.axis) == ("3.14 samples a second over all steps", "samples a second")
 
 
 def test_a_running_median_passes_over_outliers_and_follows_the_rest() -> None:
@@ -152,6 +152,25 @@ def test_the_axis_holds_everything_but_outliers(from_zero: bool) -> None:
     low, high = limits(plot._replace(points=points), smooth(plot.curve))
     assert (low == 0) if from_zero else (40 < low < 45)
     assert 110 < high < 120
+
+
+def test_totals_weigh_steps_by_their_time() -> None:
+    rows = [
+        {"step": 0, "seconds": 1.0, "tokens_per_second": 300.0, "exposed_comm_seconds": 0.5},
+        {"step": 1, "seconds": 3.0, "tokens_per_second": 100.0, "exposed_comm_seconds": 0.0},
+    ]
+    assert totals(rows) == (4.0, 150.0, 0.125)
+    assert totals([{"step": 0}]) == (0.0, None, None)
+
+
+def test_a_run_that_went_on_is_marked_where_it_did() -> None:
+    rows = metrics_of(9)
+    for step, (ranks, dp, pp) in {0: (2, 1, 2), 3: (2, 1, 2), 5: (2, 2, 1)}.items():
+        rows[step] |= {"ranks": ranks, "dp": dp, "pp": pp}
+    rows[7] |= {"ranks": 3}
+    marks = [(3, "resumed"), (5, "on as dp 2 x pp 1"), (7, "on as 3 ranks")]
+    assert [plot.marks for plot in plots(rows, "nats")] == [marks] * 3
+    assert [plot.marks for plot in plots(metrics_of(3, ranks=None), "nats")] == [[]] * 3
 
 
 # Drawing
