@@ -42,7 +42,12 @@ def global_norm(part: ModelPart) -> float:
     Raises:
         RuntimeError: a gradient is still being reduced.
     """
-    norms = part.comm.allgather(np.array(grad_norm(part.counted_parameters()))).wait()
+    return joint_norm(grad_norm(part.counted_parameters()), part.comm)
+
+
+def joint_norm(norm: float, comm: Communicator) -> float:
+    """Return the norm of what all ranks have together, each a part of norm `norm`. Collective."""
+    norms = comm.allgather(np.array(norm)).wait()
     return math.hypot(*norms.tolist())  # in rank order, and no square overflows
 
 

@@ -10,6 +10,9 @@ gradient bucket, a shard or a checkpoint is then a slice, and nobody copies.
     a bucket, a FlatRange     |<-------------->|
 
 In a mixed precision `data` and `grad` stay float32, and `flat.copy`, the values in a narrower dtype, is what ops see.
+
+Where gradients are needed only for a while, `cut_grad` gives their memory in parts: one is there from the first write
+into one of its gradients until `close_grad`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class FlatBuffer:
     """Contiguous memory for some parameters and their gradients; never re-ordered.
 
     Attributes:
-        data, grad: (n,) arrays.
+        data, grad: (n,) arrays; the gradients are empty where their memory comes in parts.
         copy: (n,) what ops see instead of `data`, in a narrower dtype; None where they see `data` itself.
         params: in memory order.
         version: the in-place changes of `data`.
@@ -41,13 +44,15 @@ class FlatBuffer:
         self.grad: Array = xp.zeros(size, params[0].dtype)
         self.copy: Array | None = None
         self.params = tuple(params)
+        self._part_of: dict[Parameter, FlatRange] = {}  # whose memory for gradients comes and goes together
+        self._part_grads: dict[FlatRange, Array] = {}  # what is there now, by part
         self.version = Version()
         start = 0
         for p in params:
             shape, stop = p.shape, start + p.size
             data, grad = self.data[start:stop].reshape(shape), self.grad[start:stop].reshape(shape)
             data[...] = p.data
-            if p.grad is not None:
+            if p.has_grad:
                 grad[...] = p.grad
             self.version.absorb(p.version)
             p.move_to(self, start, data, grad)
@@ -85,17 +90,67 @@ class FlatBuffer:
         self.grad = storage
         self._place_params()
 
+    def cut_grad(self, parts: Sequence[FlatRange]) -> None:
+        """Let memory for gradients come and go in these parts from now on. Gradients that are there are dropped.
+
+        Args:
+            parts: that hold each parameter once.
+        Raises:
+            RuntimeError: somebody holds a gradient.
+        """
+        check_resettable(self.params, "cut_grad of")
+        self._part_of = {p: part for part in parts for p in part.params}
+        self._part_grads.clear()
+        self.grad = self.grad[:0].copy()
+        for p in self.params:
+            p.place_grad(None)
+
+    def open_grad(self, p: Parameter) -> Array:
+        """Return memory for the gradient of a parameter that has none, and with it that of its whole part."""
+        part = self._part_of[p]
+        memory = xp_of(self.data).empty(part.stop - part.start, self.grad.dtype)
+        self._part_grads[part] = memory
+        views = {q: memory[q.start - part.start : q.stop - part.start].reshape(q.shape) for q in part.params}
+        for q, view in views.items():
+            q.place_grad(view)
+        return views[p]
+
+    def close_grad(self, part: FlatRange) -> None:
+        """Let go of a part's memory for gradients; they count as fresh."""
+        self._part_grads.pop(part, None)
+        for p in part.params:
+            p.place_grad(None)
+
+    def grad_slice(self, start: int, stop: int) -> Array:
+        """Return the memory of gradients from `start` to `stop`, a view; within one part."""
+        for part, memory in self._part_grads.items():
+            if part.start <= start and stop <= part.stop:
+                return memory[start - part.start : stop - part.start]
+        return self.grad[start:stop]
+
     def keep_copy(self, dtype: Any) -> None:
         """Let ops see the values in this dtype from now on, in a copy that follows `data`; `data`'s own: no copy."""
         self.copy = None if self.data.dtype == dtype else self.data.astype(dtype)
         self._place_params()
         self.version.note(self.data, f"{self.params[0].label} ... {self.params[-1].label} (by keep_copy)")
 
+    def drop_master(self) -> None:
+        """Keep the values only in the dtype that ops see; whoever trains them has taken them in full.
+
+        Raises:
+            ValueError: ops see the values themselves.
+        """
+        if self.copy is None:
+            raise ValueError("ops see these values themselves: there is no copy of them to keep instead")
+        self.data, self.copy = self.copy, None
+        self._place_params()
+
     def _place_params(self) -> None:
         """Tell the parameters where their memory is now."""
         for p in self.params:
             own = slice(p.start, p.stop)
-            data, grad = self.data[own].reshape(p.shape), self.grad[own].reshape(p.shape)
+            data = self.data[own].reshape(p.shape)
+            grad = None if self._part_of else self.grad[own].reshape(p.shape)
             p.move_to(self, p.start, data, grad, None if self.copy is None else self.copy[own].reshape(p.shape))
 
     @staticmethod
@@ -151,7 +206,7 @@ class FlatRange:
     Attributes:
         flat: the owner of the memory.
         start, stop: in elements.
-        params: that lie in it, in memory order.
+        params: that lie in it, in memory order; the first and the last of them may be cut.
     """
 
     flat: FlatBuffer
@@ -181,7 +236,12 @@ class FlatRange:
         """(n,) gradients, a view; those that backward did not reach are filled with zeros first."""
         for p in self.params:
             p.fill_missing_grad()
-        return self.flat.grad[self.start : self.stop]
+        return self.flat.grad_slice(self.start, self.stop)
+
+    def cut(self, start: int, stop: int) -> FlatRange:
+        """Return a part of this range, in elements of the flat; it may begin and end inside parameters."""
+        inside = tuple([p for p in self.params if p.start < stop and start < p.stop])
+        return FlatRange(self.flat, start, stop, inside)
 
     def note_change(self, by: str, *, copied: bool = False) -> None:
         """Note that the values were changed in place, so that a backward that still needs them can say so.

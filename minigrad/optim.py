@@ -149,6 +149,7 @@ class Optimizer:
         decays: which parameters weight decay applies to; by default those with two or more axes.
         max_norm: clip by the norm of all gradients of `params` in each step; None: by nothing. On a GPU this waits for
             nothing, as `clip_by_global_norm` would.
+        parts: of the parameters' memory, what this optimizer updates; all of it by default.
 
     Attributes:
         is_captured: a captured step is under way (`cuda_graph.py`), which calls `advance` itself.
@@ -164,6 +165,7 @@ class Optimizer:
         *,
         decays: Callable[[Parameter], bool] = is_matrix,
         max_norm: float | None = None,
+        parts: Sequence[FlatRange] | None = None,
     ) -> None:
         if not hasattr(rule, "update"):
             raise TypeError(f"Optimizer takes a rule, such as SGD(lr=0.1), got {type(rule).__name__}")
@@ -176,7 +178,8 @@ class Optimizer:
         self.max_norm = max_norm
         self.num_steps = 0
         self.is_captured = False
-        self._ranges = [(part, rule.init(part.data)) for part in FlatBuffer.adopt(self.params)]
+        adopted = FlatBuffer.adopt(self.params)
+        self._ranges = [(part, rule.init(part.data)) for part in (adopted if parts is None else parts)]
         self._norm = 0.0
         self._whole_step = self._new_whole_step()
 
@@ -213,12 +216,16 @@ class Optimizer:
             self._norm = clip_by_global_norm(self.params, self.max_norm)
         lr = self.lr
         for part, state in self._ranges:
-            for run, decay in self._runs(part):
-                own = slice(run.start - part.start, run.stop - part.start)
-                own_state = {name: array[own] for name, array in state.items()}
-                self.rule.update(run.data, run.grad, own_state, lr=lr, step=self.num_steps, decay=decay)
-                run.note_change("the optimizer")
+            self._update(part, part.data, part.grad, state, lr)
         self.num_steps += 1
+
+    def _update(self, part: FlatRange, values: Array, grad: Array, state: dict[str, Array], lr: float) -> None:
+        """Update `values`, those of a part of the memory, by their gradients."""
+        for run, decay in self._runs(part):
+            own = slice(run.start - part.start, run.stop - part.start)
+            own_state = {name: array[own] for name, array in state.items()}
+            self.rule.update(values[own], grad[own], own_state, lr=lr, step=self.num_steps, decay=decay)
+            run.note_change("the optimizer")
 
     def advance(self) -> None:
         """Tell a GPU the numbers of the next step, and count it. `step` does so, unless it is being captured."""
@@ -262,7 +269,9 @@ class Optimizer:
         """Cut a range where weight decay begins or ends, and leave frozen parameters out."""
         for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, self.decays(p))):
             if trainable:
-                yield FlatRange.over(tuple(run)), decay
+                params = tuple(run)
+                start, stop = max(params[0].start, part.start), min(params[-1].stop, part.stop)
+                yield FlatRange(part.flat, start, stop, params), decay
 
 
 def grad_square_sum(params: Iterable[Parameter]) -> float:
@@ -275,7 +284,11 @@ def grad_square_sum(params: Iterable[Parameter]) -> float:
     """
     params = list(params)
     check_usable(params, "the norm of")
-    return sum((kernels_of(grad).square_sum(grad) for grad in grads_of(params)), 0.0)
+    return _square_sum(grads_of(params))
+
+
+def _square_sum(grads: Iterable[Array]) -> float:
+    return sum((kernels_of(grad).square_sum(grad) for grad in grads), 0.0)
 
 
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
@@ -286,9 +299,14 @@ def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> 
     Raises:
         ValueError: max_norm is not positive.
     """
+    clip_arrays(grads_of(params), norm, max_norm)
+
+
+def clip_arrays(grads: Iterable[Array], norm: float, max_norm: float) -> None:
+    """Scale gradients, (n,) each, as `scale_to_norm` does those of parameters."""
     check_max_norm(max_norm)
     if norm > max_norm and math.isfinite(norm):
-        for grad in grads_of(params):
+        for grad in grads:
             kernels_of(grad).scale(grad, max_norm / norm)
 
 
@@ -327,10 +345,17 @@ def grad_norm(params: Sequence[Parameter]) -> float:
     Raises:
         RuntimeError: somebody holds one of the gradients.
     """
-    total = grad_square_sum(params)
+    params = list(params)
+    check_usable(params, "the norm of")
+    return norm_of(grads_of(params))
+
+
+def norm_of(grads: Iterable[Array]) -> float:
+    """Return the norm of some gradients together, also where their squares overflow or vanish."""
+    grads = [grad for grad in grads if grad.size]
+    total = _square_sum(grads)
     if 1e-280 < total < 1e280 or math.isnan(total):
         return math.sqrt(total)
-    grads = [grad for grad in grads_of(params) if grad.size]
     largest = max((float(abs(grad).max()) for grad in grads), default=0.0)
     if largest == 0 or math.isinf(largest):
         return largest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from minigrad.arguments import as_array
-from minigrad.backend import Array, xp_of
+from minigrad.backend import Array
 from minigrad.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ class Hold:
         reason: what the gradient is, and the way out: it ends the message of the error that others get.
         open: the gradient is still being collected. It may be added to and reset, but not used: by a step, by a norm.
         final: the gradient has its last value. It may be used, but not added to; a reset ends the hold.
+        partial: this process has only a part of the gradient. It cannot be read, nor used as a whole.
         after_reset: what takes the place of a final hold then.
     """
 
     reason: str
     open: bool = False
     final: bool = False
+    partial: bool = False
     after_reset: Hold | None = None
 
 
@@ -42,6 +44,8 @@ class Parameter(Tensor):
 
     Its memory belongs to a FlatBuffer from the moment an optimizer or a data-parallel wrapper asks for one;
     `data` and `grad` are views into it from then on. A copy has memory of its own, and no owner yet.
+
+    Values may be on their way (`defer`): the memory is then hidden, and whoever reads it first waits for them.
 
     Args:
         data: floating point array; copied, so that nobody else holds the memory.
@@ -54,7 +58,7 @@ class Parameter(Tensor):
             ends the message of the error that a norm over this process alone raises.
     """
 
-    __slots__ = ("_master", "flat", "hold", "name", "part_of", "start")
+    __slots__ = ("_awaited", "_master", "flat", "hold", "name", "part_of", "start")
     keeps_values = True
 
     def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
@@ -66,16 +70,29 @@ class Parameter(Tensor):
         self.hold: Hold | None = None
         self.part_of = ""
         self._master: Array | None = None  # what is trained, where ops see a copy of it
+        self._awaited: tuple[Array, Array | None, Callable[[], None]] | None = None  # hidden memory, and who brings it
 
     @property
     def data(self) -> Array:
         """The values. Assigning copies in: shape must match, the dtype is kept."""
-        return self._data if self._master is None else self._master
+        seen = self._data  # waits where the values are on their way
+        return seen if self._master is None else self._master
 
     @data.setter
     def data(self, value: Any) -> None:
         self.data[...] = self.fitting("data", value)
         self.note_change()
+
+    @property
+    def grad(self) -> Array | None:
+        """The gradient, or None where there is none; refused where only a part of it is here."""
+        if self.hold is not None and self.hold.partial:
+            self.refuse_grad("reading .grad of")
+        return None if self._fresh else self._grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self._set_grad(value)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -113,6 +130,14 @@ class Parameter(Tensor):
         if self.hold is not None and self.hold.final:
             self.hold = self.hold.after_reset
 
+    def _new_grad(self) -> Array:
+        return super()._new_grad() if self.flat is None else self.flat.open_grad(self)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether something was added to the gradient since its last reset."""
+        return not self._fresh
+
     def fill_missing_grad(self) -> None:
         """Make a gradient that no backward reached zeros."""
         if self._fresh:
@@ -121,15 +146,40 @@ class Parameter(Tensor):
     def grad_view(self) -> Array:
         """Return the gradient's memory for writing; it counts as written from now on."""
         if self._grad is None:
-            self._grad = xp_of(self._data).empty_like(self.data)
+            self._grad = self._new_grad()
         self._fresh = False
         return self._grad
+
+    def place_grad(self, grad: Array | None) -> None:
+        """Let the gradient's memory be this from now on, not yet written; None: none until it is needed."""
+        self._grad, self._fresh = grad, True
+
+    def defer(self, arrive: Callable[[], None]) -> None:
+        """Hide the values, which are on their way: whoever reads them first calls `arrive`, which calls `restore`."""
+        self._awaited = self._data, self._master, arrive
+        del self._data
+        self._master = None
+
+    def restore(self) -> None:
+        """Show the values again that `defer` has hidden: they are there."""
+        assert self._awaited is not None
+        self._data, self._master, _ = self._awaited
+        self._awaited = None
+
+    if not TYPE_CHECKING:  # called only for what is not there, so that reading costs nothing where nothing is hidden
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "_data" or self._awaited is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._awaited[-1]()
+            return self._data
 
     def __getstate__(self) -> Any:
         check_resettable([self], "a copy of")
         attributes, slots = super().__getstate__()
         # A copy has no owner, and so no copy for ops to see: it is float32.
-        return attributes, slots | {"flat": None, "start": 0, "hold": None, "_data": self.data.copy(), "_master": None}
+        own = {"_data": self.data.copy(), "_master": None, "_awaited": None}
+        return attributes, slots | own | {"flat": None, "start": 0, "hold": None}
 
     def note_change(self, by: str = "") -> None:
         """Note that the values were changed in place, and let the copy that ops see follow."""
@@ -138,20 +188,26 @@ class Parameter(Tensor):
             self.version.note(self._master, self.label)
         super().note_change(by)
 
-    def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array, copy: Array | None = None) -> None:
+    def move_to(self, flat: FlatBuffer, start: int, data: Array, grad: Array | None, copy: Array | None = None) -> None:
         """Let `flat` own the memory from now on; the values are already there.
 
         Args:
+            grad: None leaves it where it is.
             copy: what ops see instead of `data`, with the same values in a narrower dtype.
         """
         self._data, self._master = (data, None) if copy is None else (copy, data)
-        self._grad, self.flat, self.start, self._version = grad, flat, start, flat.version
+        self._grad = self._grad if grad is None else grad
+        self.flat, self.start, self._version = flat, start, flat.version
 
 
-def check_usable(params: Iterable[Parameter], what: str) -> None:
-    """Raise RuntimeError if one of these gradients is held and not final: `what` would use it too early."""
+def check_usable(params: Iterable[Parameter], what: str, *, in_part: bool = False) -> None:
+    """Raise RuntimeError if one of these gradients is held and not final: `what` would use it too early.
+
+    Args:
+        in_part: `what` can do with the part of a gradient that is here.
+    """
     for p in params:
-        if p.hold is not None and not p.hold.final:
+        if p.hold is not None and (not p.hold.final or (p.hold.partial and not in_part)):
             p.refuse_grad(what)
 
 

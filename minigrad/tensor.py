@@ -81,6 +81,9 @@ class Tensor:
 
     @grad.setter
     def grad(self, value: Any) -> None:
+        self._set_grad(value)
+
+    def _set_grad(self, value: Any) -> None:
         self._open_grad()
         if value is None:
             self._fresh = True
@@ -111,7 +114,7 @@ class Tensor:
             self._grad += g
             return
         if self._grad is None:
-            self._grad = xp_of(self._data).empty_like(self._data)
+            self._grad = self._new_grad()
         self._grad[...] = g
         self._fresh = False
 
@@ -123,10 +126,14 @@ class Tensor:
         """
         add = not self._fresh
         if self._grad is None:
-            self._grad = xp_of(self._data).empty_like(self.data)
+            self._grad = self._new_grad()
         write(g, self._grad, add)
         self._fresh = False
         return self._grad
+
+    def _new_grad(self) -> Array:
+        """Return memory for a gradient that has none yet."""
+        return xp_of(self._data).empty_like(self.data)
 
     def _open_grad(self) -> None:
         """Check that the gradient may be replaced: a parameter's may be held by somebody."""

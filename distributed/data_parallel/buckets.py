@@ -31,6 +31,7 @@ from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES, bucket_limit, plan_buckets
 from minigrad.backend import xp_of
 from minigrad.flat import FlatRange
+from minigrad.optim import grad_norm, scale_to_norm
 from minigrad.parameter import Hold, Parameter, check_resettable
 
 UNREDUCED = Hold(
@@ -46,12 +47,14 @@ class Bucket:
     """A contiguous range of gradients that travels as one message.
 
     Attributes:
+        number: its place in the order of launches.
         range: the slice of a flat.
         pending: parameters whose gradient is not final yet.
         work: the reduction, once launched.
         is_landed: it is over, and this rank has its part of the result.
     """
 
+    number: int
     range: FlatRange
     pending: set[Parameter] = field(default_factory=set)
     work: Work | None = None
@@ -96,7 +99,7 @@ class GradientBucketManager:
         self.comm = comm
         self.params = list(dict.fromkeys(p if isinstance(p, Parameter) else _from_triple(*p) for p in params))
         limit = bucket_limit(self.params, bucket_bytes)
-        self.buckets = [Bucket(part) for part in plan_buckets(self.params, limit, last)]
+        self.buckets = [Bucket(i, part) for i, part in enumerate(plan_buckets(self.params, limit, last))]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
         self._by_name = {p.name: p for p in self.params}
         self._comm_hook = comm_hook
@@ -169,7 +172,7 @@ class GradientBucketManager:
                 p.refuse_grad("backward into")
         self._begin(share)
         used = set(reached)
-        self._flags[:-1] = [p in used or p.grad is not None or not p.requires_grad for p in self.params]
+        self._flags[:-1] = [p in used or self._was_reached(p) for p in self.params]
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         self._launch_complete()
@@ -258,6 +261,18 @@ class GradientBucketManager:
         if self._under_way or any(p.hold is BROKEN for p in self.params):
             self._drop()
 
+    def norm(self, params: Sequence[Parameter]) -> float:
+        """Return the norm of some gradients. Collective where ranks hold shards of them.
+
+        Raises:
+            RuntimeError: somebody holds one of them.
+        """
+        return grad_norm(params)
+
+    def scale_to_norm(self, norm: float, max_norm: float) -> None:
+        """Scale all gradients as `minigrad.optim.scale_to_norm` does."""
+        scale_to_norm(self.params, norm, max_norm)
+
     def check_idle(self) -> None:
         """Raise RuntimeError if a backward is under way."""
         if self._under_way:
@@ -268,8 +283,10 @@ class GradientBucketManager:
         """Block until every bucket is there; return the flags of all ranks."""
         if self._flags_work is None:
             self._flags_work = self.comm.allreduce(self._flags, op=ReduceOp.MAX)
-        for number, bucket in enumerate(self.buckets):
-            with self.comm.waiting_for(f"bucket {number} of {self.num_buckets}, {bucket.range.params[0].name} ..."):
+        for bucket in self.buckets:
+            with self.comm.waiting_for(
+                f"bucket {bucket.number} of {self.num_buckets}, {bucket.range.params[0].name} ..."
+            ):
                 self._settle(bucket)
         with self.comm.waiting_for("which parameters the other ranks reached"):
             return self._flags_work.wait()
@@ -286,7 +303,11 @@ class GradientBucketManager:
 
     def _has_unreduced(self) -> bool:
         """Return whether a gradient holds what no other rank has seen."""
-        return any(p.hold is UNREDUCED and p.grad is not None for p in self.params)
+        return any(p.hold is UNREDUCED and p.has_grad for p in self.params)
+
+    def _was_reached(self, p: Parameter) -> bool:
+        """Return whether a gradient needs no backward any more: it is there from before, or none is wanted."""
+        return p.has_grad or p.hold is self._final_hold(p) or not p.requires_grad
 
     def _report_unused(self, reached: Any) -> None:
         """Note the parameters that no rank reached, and warn when they are others than the last time."""

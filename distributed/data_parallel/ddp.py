@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from distributed.agreement import same_on_all
+from distributed.clipping import joint_norm
 from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
+from distributed.data_parallel.sharded import ShardedBuckets, ShardedOptimizer
 from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
+from minigrad.optim import Optimizer, Rule, check_max_norm, is_matrix
 from minigrad.parameter import Parameter
 
 NOT_GIVEN = -math.inf  # what travels for a weight that a rank leaves out
@@ -50,6 +53,8 @@ class DistributedDataParallel:
             these get the last buckets.
         comm: the ranks that hold replicas.
         bucket_bytes, comm_hook: see `GradientBucketManager`.
+        zero: what ranks share out among them and no longer hold each: 0 nothing, 1 the optimizer's state, 2 that and
+            gradients; see `sharded.py`. Make the optimizer by `ddp.optimizer(rule)`. One rank alone has all, as with 0.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
         recorder: of the pipeline that the model is in, so that one timeline has all of it.
 
@@ -73,25 +78,36 @@ class DistributedDataParallel:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook = allreduce,
+        zero: int = 0,
         check_every: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
         if check_every < 0:
             raise ValueError(f"check_every must not be negative, got {check_every}")
+        if zero not in (0, 1, 2):
+            raise ValueError(f"zero must be 0, 1 or 2, got {zero}")
+        if zero and comm_hook is not allreduce:
+            raise ValueError(f"gradients are reduced to shards with zero={zero}, which no comm_hook can do")
         self.model = model
         self.params = list(model.parameters())
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
         check_layout("parameter", self.params, self.comm)
-        same_on_all(self.comm, "setting", [f"check_every={check_every}"])
+        same_on_all(self.comm, "setting", [f"check_every={check_every}", f"zero={zero}"])
         self._is_whole_step = recorder is None  # or the pipeline says what is computed
         self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
-        self.buckets = GradientBucketManager(
-            self.params,
-            self.comm,
-            bucket_bytes=bucket_bytes,
-            last=getattr(model, "tied", ()),
-            comm_hook=self.recorder.comm_hook(comm_hook),
-        )
+        last = getattr(model, "tied", ())
+        if zero and comm.size > 1:
+            self.buckets: GradientBucketManager = ShardedBuckets(
+                self.params, self.comm, bucket_bytes=bucket_bytes, last=last, recorder=self.recorder, level=zero
+            )
+        else:
+            self.buckets = GradientBucketManager(
+                self.params,
+                self.comm,
+                bucket_bytes=bucket_bytes,
+                last=last,
+                comm_hook=self.recorder.comm_hook(comm_hook),
+            )
         check_buckets(self.buckets, self.comm)
         self.buckets.move_gradients()
         self.first_sample = 0
@@ -180,6 +196,40 @@ class DistributedDataParallel:
         if self._is_whole_step:
             self.recorder.enter("compute", "optimizer")
 
+    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
+        """Return an optimizer of the model: of this rank's shards of it, where ranks share its state out.
+
+        Args:
+            rule, decays: see `Optimizer`.
+        """
+        if isinstance(self.buckets, ShardedBuckets):
+            return ShardedOptimizer(self.buckets, rule, decays=decays)
+        return Optimizer(self.params, rule, decays=decays)
+
+    def clip_by_global_norm(self, max_norm: float) -> float:
+        """Scale all gradients by max_norm / norm where the norm of the whole model is larger. Collective.
+
+        In any layout: over the stages of a pipeline, over shards, and in one process. After `wait`.
+
+        Returns:
+            The norm before clipping, the same on every rank. Gradients stay as they are where it is infinite or nan.
+        Raises:
+            ValueError: max_norm is not positive.
+            RuntimeError: a gradient is still being reduced.
+        Source: Pascanu et al. 2013.
+        """
+        check_max_norm(max_norm)
+        norm = self.grad_norm()
+        self.buckets.scale_to_norm(norm, max_norm)
+        return norm
+
+    def grad_norm(self) -> float:
+        """Return the gradient norm of the whole model, the same number on every rank. Collective; after `wait`."""
+        counted = getattr(self.model, "counted_parameters", None)
+        if counted is None:
+            return self.buckets.norm(self.params)
+        return joint_norm(self.buckets.norm(counted()), self.model.comm)  # type: ignore[attr-defined]
+
     def cancel(self) -> None:
         """Give up the step that an exception has ended: its gradients are dropped, the next one starts clean.
 
@@ -244,5 +294,5 @@ def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
         ValueError: names the first bucket that differs, and what two ranks have; the same message on every rank.
     """
     parts = [bucket.range for bucket in manager.buckets]
-    entries = [f"{[p.name for p in part.params]} at {part.start} of {part.flat.grad.size}" for part in parts]
+    entries = [f"{[p.name for p in part.params]} at {part.start} of {part.flat.data.size}" for part in parts]
     same_on_all(comm, "bucket", entries)

@@ -206,7 +206,7 @@ class Trainer(ABC):
             if not counts.any():
                 return None
             hooks = self.ddp.hooks_for(counts, mean_over=next(iter(self._open.weights), None))
-            _mark_ready([p for p in self.ddp.params if p.grad is not None], hooks)
+            _mark_ready([p for p in self.ddp.params if p.has_grad], hooks)
             return self._step()
 
     def cancel(self) -> None:

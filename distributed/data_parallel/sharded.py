@@ -1,0 +1,281 @@
+"""ZeRO: what replicas need only to step, each rank keeps for its own shard of the model.
+
+    a bucket's gradients   | rank 0 | rank 1 | rank 2 |   a reduce_scatter in the backward, where an allreduce was
+    its optimizer state    |  m, v  |  m, v  |  m, v  |   each rank steps its own shard
+    its parameters         | rank 0 | rank 1 | rank 2 |   gathered, in the order that the next forward needs them
+
+    level   shared out               bytes a rank, AdamW in float32   in half precision    n parameters, N ranks
+    0       nothing                  16 n                             18 n
+    1       the optimizer's state    8 n + 8 n / N                    6 n + 12 n / N
+    2       that, and gradients      4 n + 12 n / N                   2 n + 16 n / N
+
+In half precision the float32 values are part of the optimizer's state, and what is gathered is their half copy;
+gradients are float32. A reduce_scatter and a gather send what an allreduce sends: memory is saved, and no more is paid.
+A bucket's values are hidden from `step` until its gather is over: whoever reads one waits for it (`Parameter.defer`).
+
+With level 2 memory for a bucket's gradients is there from the first contribution until it is reduced. A backward with
+the hooks adds to the shards, until zero_grad; one without them, and the micro-batches of a pipeline, add up whole
+gradients first: then the whole is there until the last one, and one reduction is paid for.
+
+Sums are those of an allreduce, so a step has the same bits as without shards where both are taken in rank order. Only a
+norm is added up in another order, shard by shard: where it clips, the factor may differ in its last bit.
+
+Source: Rajbhandari et al. 2020, ZeRO, sections 5.1, 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NoReturn
+
+from distributed.clipping import joint_norm
+from distributed.comm.communicator import Array, Communicator, Work
+from distributed.comm.work import JoinedWork
+from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketManager
+from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
+from distributed.trace.recorder import Recorder
+from minigrad.backend import xp_of
+from minigrad.flat import FlatRange
+from minigrad.optim import Optimizer, Rule, clip_arrays, is_matrix, norm_of
+from minigrad.parameter import Hold, Parameter, check_usable
+
+_IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
+SHARDED = Hold(f"its grad is reduced, and {_IN_SHARDS}", final=True, partial=True, after_reset=UNREDUCED)
+KEPT = Hold(f"its grad is kept in shards, and {_IN_SHARDS}", open=True, final=True, partial=True, after_reset=UNREDUCED)
+
+
+def own_shard(part: FlatRange, comm: Communicator) -> FlatRange:
+    """Return this rank's share of a bucket: equal ones, and the last rank has what does not divide, too."""
+    share = (part.stop - part.start) // comm.size
+    start = part.start + comm.rank * share
+    return part.cut(start, part.stop if comm.rank == comm.size - 1 else start + share)
+
+
+def reduce_to_shards(grad: Array, comm: Communicator) -> Work:
+    """Sum gradients over ranks, each rank its own shard: a comm hook. The rest of the array is undefined afterwards."""
+    even = grad.size - grad.size % comm.size
+    works = [comm.reduce_scatter(grad[:even])] if even else []
+    if even < grad.size:
+        works.append(comm.allreduce(grad[even:]))
+    return JoinedWork(works, lambda _: grad)
+
+
+def gather_shards(values: Array, comm: Communicator) -> Work:
+    """Collect the shards of all ranks in place; `values` is written when the Work is done, and not before."""
+    even = values.size - values.size % comm.size
+    share = even // comm.size
+    works = [comm.allgather(values[comm.rank * share : (comm.rank + 1) * share])] if even else []
+    if even < values.size:
+        works.append(comm.broadcast(values[even:].copy(), root=comm.size - 1))
+
+    def land(results: list[Array]) -> Array:
+        if even < values.size:
+            values[even:] = results.pop()
+        if even:
+            values[:even] = results[0].reshape(-1)
+        return values
+
+    return JoinedWork(works, land)
+
+
+class ShardedBuckets(GradientBucketManager):
+    """Buckets of which each rank gets the sum of its shard.
+
+    Args:
+        level: 1 or 2, see above.
+        recorder: notes when buckets are under way.
+
+    Attributes:
+        shards: this rank's share of each bucket, in their order.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        comm: Communicator,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        last: Sequence[Parameter] = (),
+        recorder: Recorder,
+        level: int,
+    ) -> None:
+        hook = recorder.comm_hook(reduce_to_shards)
+        super().__init__(params, comm, bucket_bytes=bucket_bytes, last=last, comm_hook=hook)
+        self.recorder = recorder
+        self.shards = [own_shard(bucket.range, comm) for bucket in self.buckets]
+        self._keeps_whole = level == 1
+        self._kept: set[Parameter] = set()  # whose shards hold a sum that this backward adds to
+        self._kept_grads: list[Array] = []
+        self._whole_here = {
+            p for shard in self.shards for p in shard.params if shard.start <= p.start and p.stop <= shard.stop
+        }
+        if not self._keeps_whole:
+            for flat in dict.fromkeys(bucket.range.flat for bucket in self.buckets):
+                flat.cut_grad([bucket.range for bucket in self.buckets if bucket.range.flat is flat])
+            self._kept_grads = [xp_of(s.data).zeros(s.stop - s.start, s.flat.grad.dtype) for s in self.shards]
+
+    def check_reduced(self, what: str) -> None:
+        """Raise RuntimeError if a gradient is held by somebody, or has what no other rank has seen."""
+        check_usable(self.params, what, in_part=True)
+        for p in self.params:
+            if p.hold is KEPT and p.has_grad:
+                raise RuntimeError(f"{what} {p.label}: a backward without the hooks came after the last one with them")
+
+    def shard_grad(self, number: int) -> Array:
+        """Return the gradients of this rank's share of a bucket, a view."""
+        shard = self.shards[number]
+        return shard.flat.grad_slice(shard.start, shard.stop) if self._keeps_whole else self._kept_grads[number]
+
+    def move_gradients(self) -> None:
+        if self._keeps_whole:
+            super().move_gradients()
+
+    def norm(self, params: Sequence[Parameter]) -> float:
+        self.check_reduced("the norm of")
+        return joint_norm(norm_of(grad for _, grad in self._own(params)), self.comm)
+
+    def scale_to_norm(self, norm: float, max_norm: float) -> None:
+        clip_arrays((grad for _, grad in self._own(self.params)), norm, max_norm)
+
+    def _own(self, params: Iterable[Parameter]) -> Iterator[tuple[FlatRange, Array]]:
+        """Yield what this rank has of some parameters, and its gradients."""
+        chosen = set(params)
+        for number, shard in enumerate(self.shards):
+            grad = self.shard_grad(number)
+            for is_chosen, run in groupby(shard.params, chosen.__contains__):
+                if is_chosen:
+                    inside = list(run)
+                    start, stop = max(inside[0].start, shard.start), min(inside[-1].stop, shard.stop)
+                    yield shard.cut(start, stop), grad[start - shard.start : stop - shard.start]
+
+    def _begin(self, share: float | None) -> None:
+        self._kept = {p for p in self.params if p.hold is KEPT}
+        super()._begin(share)
+
+    def _launch(self, bucket: Bucket) -> Work:
+        if not self._keeps_whole:  # memory that is done with can go
+            for other in self.buckets:
+                if other.work is not None and not other.is_landed and other.work.test():
+                    self._settle(other)
+        return super()._launch(bucket)
+
+    def _land(self, bucket: Bucket) -> None:
+        if self._keeps_whole:
+            return
+        shard, kept = self.shards[bucket.number], self._kept_grads[bucket.number]
+        arrived = shard.flat.grad_slice(shard.start, shard.stop)
+        if self._kept.isdisjoint(shard.params):
+            kept[...] = arrived
+        else:
+            for p in shard.params:
+                if p not in self._kept:  # reset since the last one
+                    kept[max(p.start - shard.start, 0) : p.stop - shard.start] = 0
+            kept += arrived
+        shard.flat.close_grad(bucket.range)
+
+    def _drop(self) -> None:
+        super()._drop()
+        if not self._keeps_whole:  # what was kept has been added to, perhaps
+            for p in self.params:
+                p.hold = self._unreduced
+                p.grad = None
+
+    def _final_hold(self, p: Parameter) -> Hold:
+        if self._keeps_whole:
+            return self._reduced if p in self._whole_here else SHARDED
+        return KEPT
+
+
+class ShardedOptimizer(Optimizer):
+    """Steps this rank's shards, and lets the parameters be gathered while the next forward runs.
+
+    Args:
+        buckets: of a DistributedDataParallel with zero=1 or 2.
+        rule, decays: see `Optimizer`.
+
+    Where ops see another precision, `use_precision` comes before this is made.
+    """
+
+    def __init__(self, buckets: ShardedBuckets, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> None:
+        super().__init__(buckets.params, rule, decays=decays, parts=buckets.shards)
+        # In half precision what is trained is here, in shards, and the parameters have the copy that ops see.
+        self._masters = [part.data.copy() if part.copy is not None else None for part in buckets.shards]
+        for flat in dict.fromkeys(part.flat for part in buckets.shards if part.copy is not None):
+            flat.drop_master()
+        self._buckets = buckets
+        self._gathers: list[_Gather] = []
+
+    def step(self) -> None:
+        """Update this rank's shards, and launch what brings everybody's to all. Collective.
+
+        Raises:
+            RuntimeError: somebody holds one of the gradients.
+        """
+        self._buckets.check_reduced("optimizer.step() with")
+        self.finish()
+        lr = self.lr
+        for number, (part, state) in enumerate(self._ranges):
+            grad, master = self._buckets.shard_grad(number), self._masters[number]
+            if master is None:
+                self._update(part, part.data, grad, state, lr)
+            else:
+                _follow(master, part.data)
+                self._update(part, master, grad, state, lr)
+                part.data[...] = master
+        self.num_steps += 1
+        moved = [b.range for b in self._buckets.buckets if any(p.requires_grad for p in b.range.params)]
+        self._gathers = [_Gather(part, self._buckets) for part in reversed(moved)]  # the first layers first
+
+    def finish(self) -> None:
+        """Block until all parameters are there."""
+        for gather in self._gathers:
+            gather.land()
+        self._gathers = []
+
+    def state_arrays(self) -> NoReturn:
+        """Refuse: there are only shards here.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "this rank has its own shards of the optimizer's state, and no other rank has them: recovery from living "
+            "ranks needs zero=0; checkpoints save shards"
+        )
+
+    def _new_whole_step(self) -> None:
+        return None
+
+
+def _follow(master: Array, values: Array) -> None:
+    """Take over into `master` what somebody assigned to the parameters, which have its values in half precision."""
+    bits = f"u{values.dtype.itemsize}"  # so that nan equals itself
+    assigned = master.astype(values.dtype).view(bits) != values.view(bits)
+    if assigned.any():
+        master[assigned] = values[assigned]
+
+
+class _Gather:
+    """One bucket's parameters on their way to all ranks; hidden until they are there."""
+
+    def __init__(self, part: FlatRange, buckets: ShardedBuckets) -> None:
+        self._part = part
+        self._buckets = buckets
+        self._work: Work | None = buckets.recorder.watch(
+            "gather", f"{part.data.nbytes / 2**20:.2f} MiB", lambda: gather_shards(part.data, buckets.comm)
+        )
+        for p in part.params:
+            p.defer(self.land)
+
+    def land(self) -> None:
+        """Block until they are there, and show them."""
+        if self._work is None:
+            return
+        comm, name = self._buckets.comm, self._part.params[0].name
+        with self._buckets.recorder.span("wait", f"parameters {name} ..."), comm.waiting_for(f"parameters {name} ..."):
+            self._work.wait()
+        self._work = None
+        for p in self._part.params:
+            p.restore()
+        self._part.note_change("the optimizer")
