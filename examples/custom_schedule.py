@@ -9,7 +9,7 @@ the one, and the executor adds the other. So a schedule is drawn, proved and tim
 
 Eager 1F1B runs twice as many forwards ahead as 1F1B. Where messages take no time that only costs memory, and where
 they take long it hides them: the script prints both bubbles for a message as long as a forward. The losses are those
-of gpt_pipeline.py, and timeline_measured.svg in the run's folder shows how the last step went here.
+of gpt_pipeline.py, and timeline.svg in the run's folder shows how the last step went here.
 Source: the eager-1F1B of Zhuang et al. 2022 (arXiv 2211.05322).
 """
 

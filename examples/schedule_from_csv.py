@@ -10,7 +10,7 @@ both. Blank cells are for the eye. `python -m pipeline dump 1f1b --stages 2 --mi
 change. A file that is wrong, or could deadlock, is shown with the cell at fault, before anything starts.
 
 schedules/split_on_last_rank.csv cuts backwards in two on the last rank alone. That is enough there: a third of 1f1b's
-bubble with the same memory, as zero_bubble_h1. In the run's folder, timeline_measured.svg shows its last step.
+bubble with the same memory, as zero_bubble_h1. In the run's folder, timeline.svg shows its last step.
 """
 
 import os

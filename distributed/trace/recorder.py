@@ -92,12 +92,17 @@ class Recorder:
         if before is not None:
             self.enter(before[1], before[0])
 
-    def watch(self, category: str, what: object, launch: Callable[[], Work]) -> Work:
-        """Launch work, and note how long it is under way."""
+    def watch(self, category: str, what: object, launch: Callable[[], Work], *, nbytes: int | None = None) -> Work:
+        """Launch work, and note how long it is under way.
+
+        Args:
+            nbytes: what travels; it ends the event's name.
+        """
         if not self._is_on:
             return launch()
+        name = str(what) if nbytes is None else f"{what} {size_text(nbytes)}".lstrip()
         notes, start = self.notes, time.perf_counter()
-        watched = _WatchedWork(launch(), lambda end: notes.append(Note(str(what), start, end, category)))
+        watched = _WatchedWork(launch(), lambda end: notes.append(Note(name, start, end, category)))
         self._under_way.append(watched)
         return watched
 
@@ -105,7 +110,7 @@ class Recorder:
         """Return `inner`, the way in which a bucket's gradients travel, watched; for `DistributedDataParallel`."""
 
         def hook(grad: Array, comm: Communicator) -> Work:
-            return self.watch("bucket", f"{grad.nbytes / 2**20:.2f} MiB", lambda: inner(grad, comm))
+            return self.watch("bucket", "", lambda: inner(grad, comm), nbytes=grad.nbytes)
 
         return hook
 
@@ -130,6 +135,15 @@ class Recorder:
         first = min((event.start for event in events), default=0.0)
         shifted = [event._replace(start=event.start - first, end=event.end - first) for event in events]
         return sorted(shifted, key=lambda event: event.start)
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in three digits, with its unit: "96 KiB"."""
+    size, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while size >= 999.5:
+        size, unit = size / 1024, next(units)
+    return f"{size:.3g} {unit}"
 
 
 def clock_offset(comm: Communicator, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -27,12 +27,12 @@ from common.plots import draw_plots, read_metrics
 from distributed.checkpoint.files import complete
 from minigrad.files import atomic_write
 from minigrad.json_files import to_json
-from pipeline import Event, perfetto, picture, svg
+from pipeline import Event, perfetto, svg
 from pipeline.schedules.drawing.trace import trace_picture
+from pipeline.schedules.measured import events as events_of
 from pipeline.schedules.measured import is_of_schedule, predict, timeline
 
 PID = "pid"
-TIMELINE_WIDTH = 900.0  # points
 # What flock says where there are no locks: Lustre mounted without them, NFS without its daemon (524 is Linux's own).
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524}
 
@@ -143,15 +143,9 @@ class RunFolder:
         if not events:
             return
         (self.path / "timeline.json").write_text(perfetto(events))
-        (self.path / "timeline.svg").write_text(svg(trace_picture(events, f"step {step}", width=TIMELINE_WIDTH)))
-        if not is_of_schedule(events):
-            return
-        measured = timeline(events)
-        shown = {"measured": measured, "predicted": predict(measured)}
-        scale = TIMELINE_WIDTH / max(one.makespan for one in shown.values())
-        for name, one in shown.items():
-            page = svg(picture(one, f"step {step}, {name}: {1e3 * one.makespan:.1f} ms", scale=scale))
-            (self.path / f"timeline_{name}.svg").write_text(page)
+        predicted = events_of(predict(timeline(events)), seconds=1.0) if is_of_schedule(events) else []
+        page = trace_picture(events, f"step {step}", predicted=predicted)
+        (self.path / "timeline.svg").write_text(svg(page))
 
 
 def _make_new(folder: Path, number: int = 1) -> Path:

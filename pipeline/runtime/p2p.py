@@ -115,7 +115,7 @@ class PointToPoint:
         for array in bundle.arrays:
             contiguous = array if array.flags.c_contiguous else array.copy(order="C")
             launch = partial(self.comm.isend, contiguous, dest=dest, tag=tag)
-            works.append(self._recorder.watch("send", send, launch))
+            works.append(self._recorder.watch("send", send, launch, nbytes=contiguous.nbytes))
         # Sends of the same kind that are gone by now let their arrays go.
         self._sends = {a: w for a, w in self._sends.items() if a.kind is not send.kind or not _all_done(w)}
         self._sends[send] = works
@@ -164,7 +164,8 @@ class PointToPoint:
         source, tag = self._route(receive)
         launch = partial(self.comm.irecv, source=source, tag=tag)
         buffers = [self._xp.empty(part.shape, part.dtype) for part in spec.specs]
-        return spec, [self._recorder.watch("receive", receive, partial(launch, buffer)) for buffer in buffers]
+        watch = self._recorder.watch
+        return spec, [watch("receive", receive, partial(launch, buffer), nbytes=buffer.nbytes) for buffer in buffers]
 
     def _route(self, action: Action) -> tuple[int, int]:
         """Return a message's other rank, and its tag: a number for receiving stage, micro-batch, and which way."""

@@ -12,7 +12,7 @@ import minigrad as mg
 from distributed import BucketedTrainer, LocalWorld, Mesh, SoloCommunicator, TrainingConfig, Work
 from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.ddp import DistributedDataParallel
-from distributed.trace.recorder import Recorder, clock_offset
+from distributed.trace.recorder import Recorder, clock_offset, size_text
 from minigrad.models import MLP
 from minigrad.optim import SGD, Optimizer
 from pipeline import Event
@@ -204,12 +204,13 @@ def test_buckets_are_recorded_from_launch_to_end(ranks):
         with pipe.recorder:
             pipe.step(X, Y, hooks=ddp.hooks(num_samples=len(X)))
             ddp.wait()
-        return pipe.recorder.gather(comm), ddp.buckets.num_buckets
+        nbytes = sum(p.data.nbytes for p in pipe.stages.parameters())
+        return pipe.recorder.gather(comm), ddp.buckets.num_buckets, nbytes
 
-    events, num_buckets = ranks.run(program)[0]
+    events, num_buckets, nbytes = ranks.run(program)[0]
     buckets = [event for event in events if event.category.split()[0] == "bucket"]
     assert len(buckets) == 2 * num_buckets > 4
-    assert {event.name for event in buckets} == {"0.00 MiB"}
+    assert sum(int(event.name.removesuffix(" B")) for event in buckets) == 2 * nbytes
     assert all(isinstance(event, Event) and event.end >= event.start for event in buckets)
     compute_end = max(event.end for event in events if event.category == "compute")
     assert sum(event.start < compute_end for event in buckets) > num_buckets
@@ -319,3 +320,11 @@ def test_an_offset_counts_half_the_round_trip_of_the_quickest_answer():
     line = Line(ahead=50.0, trips=trips)
     clock_offset(line, lambda: line.now)
     assert line.told == -50.0  # without the half it would be -52, with another exchange's answer -46 or -54
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (98304, "96 KiB"), (2**20 - 1, "1 MiB"), (5 * 2**28, "1.25 GiB")],
+)
+def test_sizes_have_three_digits_and_their_unit(nbytes, text):
+    assert size_text(nbytes) == text
