@@ -35,6 +35,7 @@ from distributed.comm.shared_memory import (
     HEADER_BYTES,
     SharedBuffer,
     SharedWindow,
+    lack_of_shared_files,
     lack_of_space,
     map_shared_file,
     new_shared_file,
@@ -306,7 +307,13 @@ class MPICommunicator(Communicator):
 
     def _shared_file(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
         """Do what `shared_window` does without MPI, whose windows are not made for deaths. Collective."""
-        path = self.broadcast_object(new_shared_file(num_bytes * self.size) if self.rank == 0 else None)
+        path, failure = None, None
+        if self.rank == 0:
+            failure = lack_of_shared_files()
+            path = new_shared_file(num_bytes * self.size) if failure is None else None
+        path, failure = self.broadcast_object((path, failure))
+        if path is None:
+            return None, failure
         window = map_shared_file(path, self.rank, self.size, num_bytes)
         self.barrier()
         if self.rank == 0:

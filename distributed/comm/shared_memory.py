@@ -15,6 +15,7 @@ This file knows no MPI: it is given the memory.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -129,6 +130,15 @@ def lack_of_space(num_bytes: int) -> str | None:
     if num_bytes <= free:
         return None
     return f"{_FOLDER} has {free >> 20} MiB free, and {(num_bytes >> 20) + 1} MiB are needed"
+
+
+def lack_of_shared_files() -> str | None:
+    """Say what is missing for `map_shared_file` on this machine, such as a Mac."""
+    if not _FOLDER.exists():
+        return f"this system has no {_FOLDER}"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"shared files are for x86 processors, which keep writes in order, not for {platform.machine()}"
+    return None
 
 
 def new_shared_file(num_bytes: int) -> str:

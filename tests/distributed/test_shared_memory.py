@@ -4,6 +4,7 @@ Threads take the part of processes where only the steps matter; under mpirun the
 passes for several by an argument.
 """
 
+import platform
 import shutil
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_by_mpi
-from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from distributed.comm.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow, lack_of_shared_files
 from minigrad.models import MLP
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
@@ -224,6 +225,16 @@ def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
         assert not in_window(comm, np.zeros(10))
 
     ranks.run(program)
+
+
+def test_shared_files_are_for_systems_that_keep_them_in_memory_and_writes_in_order(monkeypatch, tmp_path):
+    monkeypatch.setattr("distributed.comm.shared_memory._FOLDER", tmp_path)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert lack_of_shared_files() is None
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert "x86 processors, which keep writes in order, not for arm64" in str(lack_of_shared_files())
+    monkeypatch.setattr("distributed.comm.shared_memory._FOLDER", tmp_path / "shm")
+    assert lack_of_shared_files() == f"this system has no {tmp_path / 'shm'}"
 
 
 @under_mpirun

@@ -1,6 +1,7 @@
 """The Makefile's choices, asked with `make -n` in an empty folder: nothing is installed and no job is started."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -144,3 +145,9 @@ def test_setup_refuses_an_old_python(folder: Path) -> None:
     old = "import sys; sys.version_info = (3, 10, 4); exec(sys.argv[1])"
     write_program(folder / "bin/python-old", f"shift; exec python3 -c '{old}' \"$@\"")
     assert refusal(make(folder, "setup", "PYTHON=python-old")) == "PYTHON must be 3.11 or newer, python-old is 3.10"
+
+
+def test_it_uses_nothing_that_the_make_of_macos_lacks() -> None:
+    """GNU make 3.81, of 2006: no `!=`, no `::=`, none of the functions and special targets that came later."""
+    newer = r"!=|::=|\$\((?:file|guile|let|intcmp) |\.ONESHELL|\.SHELLFLAGS|\bundefine\b|^private\b"
+    assert re.findall(newer, (ROOT / "Makefile").read_text(), flags=re.MULTILINE) == []
