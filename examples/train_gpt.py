@@ -5,6 +5,7 @@ python examples/train_gpt.py                                                    
 mpirun -n 2 python -m mpi4py examples/train_gpt.py --dp 2                       two replicas
 mpirun -n 2 python -m mpi4py examples/train_gpt.py --pp 2 --schedule 1f1b       one pipeline of two stages
 mpirun -n 4 python -m mpi4py examples/train_gpt.py --dp 2 --pp 2                two pipelines
+mpirun -n 2 python -m mpi4py examples/train_gpt.py --dp 2 --zero 2              replicas share out state and gradients
 
 The same flags besides --dp and --pp give the same model, up to rounding, in every layout. A run that was ended, by
 `kill -TERM`, by `kill -9` or by a power cut, goes on with --resume auto, in any layout.
@@ -22,13 +23,13 @@ from common.command_line import read_settings, run_script
 from common.run import Run
 from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
-from distributed import DistributedDataParallel, Mesh, clip_by_global_norm, local_rank, world
+from distributed import DistributedDataParallel, Mesh, local_rank, world
 from distributed.data.batches import TokenBatches, validation_batches
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
-from minigrad.optim import AdamW, Optimizer
+from minigrad.optim import AdamW
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, Schedule
@@ -60,7 +61,6 @@ def main() -> None:
     stages = PipelineStage.of(
         gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype, device=settings.device
     )
-    optimizer = Optimizer(stages.parameters(), AdamW(learning_rate(settings), betas=(0.9, 0.99), weight_decay=0.1))
     pipe = PipelineExecutor(
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
     )
@@ -68,11 +68,13 @@ def main() -> None:
         stages,
         mesh.dp,
         bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
+        zero=settings.zero,
         check_every=settings.check_every,
         recorder=pipe.recorder,
     )
     if settings.precision != "float32":
         use_precision(stages.parameters(), settings.precision)
+    optimizer = ddp.optimizer(AdamW(learning_rate(settings), betas=(0.9, 0.99), weight_decay=0.1))
     batches = TokenBatches(
         train,
         batch_size=settings.batch,
@@ -93,7 +95,7 @@ def main() -> None:
         ):
             loss = pipe.step(x, y, hooks=hooks)
             ddp.wait()
-        grad_norm = clip_by_global_norm(stages, MAX_GRAD_NORM)
+        grad_norm = ddp.clip_by_global_norm(MAX_GRAD_NORM)
         if guard.allows(grad_norm):  # the same number on every rank
             optimizer.step()
         run.log(ddp.mean(loss), grad_norm=grad_norm)

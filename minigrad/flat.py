@@ -17,10 +17,10 @@ into one of its gradients until `close_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from minigrad.backend import Array, xp_of
 from minigrad.parameter import Parameter, check_resettable
@@ -256,6 +256,35 @@ class FlatRange:
             if not copied:
                 copy[...] = self.data
             self.flat.version.note(copy, name)
+
+
+class TensorSlice(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        array: a view; 1-D where the part is not the whole.
+        shape: of the whole tensor.
+        start, stop: of its elements in C order.
+    """
+
+    array: Array
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @staticmethod
+    def whole(array: Array) -> TensorSlice:
+        """Return all of a tensor as a slice of it."""
+        return TensorSlice(array, array.shape, 0, array.size)
+
+
+def slices_in(part: FlatRange, array: Array) -> Iterator[tuple[Parameter, TensorSlice]]:
+    """Cut an array that has an element for each of a range's into what belongs to each parameter."""
+    for p in part.params:
+        start, stop = max(p.start, part.start), min(p.stop, part.stop)
+        own = array[start - part.start : stop - part.start]
+        is_whole = stop - start == p.size
+        yield p, TensorSlice(own.reshape(p.shape) if is_whole else own, p.shape, start - p.start, stop - p.start)
 
 
 def grads_of(params: Iterable[Parameter]) -> list[Array]:

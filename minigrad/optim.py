@@ -17,7 +17,7 @@ import numpy as np
 
 from minigrad import habits
 from minigrad.backend import Array, widened, xp_of
-from minigrad.flat import FlatBuffer, FlatRange, grads_of, zero_grad
+from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, grads_of, slices_in, zero_grad
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter, check_usable
 
@@ -253,14 +253,29 @@ class Optimizer:
         Raises:
             ValueError: a parameter has no name.
         """
-        for part, state in self._ranges:
-            for p in part.params:
-                if not p.name:
-                    raise ValueError(f"state is told apart by the names of parameters, but {p.label} has none")
-                own = slice(p.start - part.start, p.stop - part.start)
-                yield from ((f"{key}/{p.name}", array[own].reshape(p.shape)) for key, array in state.items())
+        return ((name, held.array) for name, held in self.state_slices())
 
-    @habits.own_options
+    def state_slices(self) -> Iterator[tuple[str, TensorSlice]]:
+        """Yield what there is here of the rule's state, by the names of `state_arrays`.
+
+        Raises:
+            ValueError: a parameter has no name.
+        """
+        for part, state in self._ranges:
+            for key, array in state.items():
+                for p, held in slices_in(part, array):
+                    if not p.name:
+                        raise ValueError(f"state is told apart by the names of parameters, but {p.label} has none")
+                    yield f"{key}/{p.name}", held
+
+    def master_slices(self) -> Iterator[tuple[Parameter, TensorSlice]]:
+        """Yield what there is here of the values of parameters that have a master."""
+        return iter(())
+
+    def has_master(self, p: Parameter) -> bool:
+        """Return whether some optimizer has a parameter's values in full, and the parameter only in less precision."""
+        return False
+
     def zero_grad(self) -> None:
         """Mark all gradients fresh, in place: a bucket may own the memory."""
         zero_grad(self.params)

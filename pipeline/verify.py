@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from distributed.agreement import first_failure
-from distributed.clipping import global_norm
 from distributed.comm.communicator import Communicator
 from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
@@ -103,11 +102,13 @@ def verify(
     pp: int = 1,
     schedule: str | Schedule = "1f1b",
     num_microbatches: int = 4,
+    zero: int = 0,
     comm: Communicator | None = None,
 ) -> Report:
     """Train `case` spread over dp * pp ranks and compare it with one process.
 
     Args:
+        zero: what replicas share out among them; see `DistributedDataParallel`.
         comm: collective over these dp * pp ranks; by default ranks are threads of this process.
     Raises:
         MismatchError: the first difference: step, parameter, rank, stage and micro-batch; on every rank.
@@ -116,7 +117,7 @@ def verify(
     expected = _train_alone(case)
 
     def program(comm: Communicator) -> Report:
-        return _SpreadRun(case, Mesh(comm, dp=dp, pp=pp), chosen, num_microbatches).compare(expected)
+        return _SpreadRun(case, Mesh(comm, dp=dp, pp=pp), chosen, num_microbatches, zero).compare(expected)
 
     if comm is not None:
         return program(comm)
@@ -150,11 +151,12 @@ def _train_alone(case: Case) -> list[_Step]:
 class _SpreadRun:
     """One rank's part of the run that is spread over ranks."""
 
-    def __init__(self, case: Case, mesh: Mesh, schedule: Schedule, num_microbatches: int) -> None:
+    def __init__(self, case: Case, mesh: Mesh, schedule: Schedule, num_microbatches: int, zero: int) -> None:
         self.case = case
         self.mesh = mesh
         self.schedule = schedule
         self.num_microbatches = num_microbatches
+        self.zero = zero
         self.stages = PipelineStage.of(case.layers, mesh.pp, schedule, seed=case.seed, dtype=case.dtype)
         self.params = self.stages.parameters()
         self._tied = {p.name for p in self.stages.tied}
@@ -166,8 +168,8 @@ class _SpreadRun:
     def compare(self, expected: Sequence[_Step]) -> Report:
         """Train, compare each step, and report."""
         case, mesh, stages = self.case, self.mesh, self.stages
-        ddp = DistributedDataParallel(stages, mesh.dp)
-        optimizer = Optimizer(self.params, case.rule)
+        ddp = DistributedDataParallel(stages, mesh.dp, zero=self.zero)
+        optimizer = ddp.optimizer(case.rule)
         pipe = PipelineExecutor(
             stages, mesh.pp, self.schedule, num_microbatches=self.num_microbatches, loss_fn=case.loss_fn
         )
@@ -181,30 +183,32 @@ class _SpreadRun:
             with rng.scope(seed=case.seed, step=number, first_sample=ddp.first_sample):
                 loss = pipe.step(x[rows], y[rows], hooks=Hooks(on_grad_ready=self._record_final) + hooks)
             ddp.wait()
-            norm = global_norm(stages)
-            differences = self._differences(step, ddp.mean(loss), norm)
-            for name in self._rounding(differences, step, number, x, y):
+            norm = ddp.grad_norm()
+            own = ddp.buckets.whole_grads()
+            differences = self._differences(own, step, ddp.mean(loss), norm)
+            for name in self._rounding(own, differences, step, number, x, y):
                 del differences[name]
             wrong = next((name for name, difference in differences.items() if not difference <= case.rtol), None)
             self._raise_everywhere(
                 wrong and f"step {number}: {self._describe(wrong, differences[wrong], step, number, x, y, rows)}"
             )
             largest = max(largest, *differences.values())  # the loss and the norm are always there
-            scale_to_norm(self.params, norm, case.max_norm)
+            ddp.buckets.scale_to_norm(norm, case.max_norm)
             optimizer.step()
         num_parameters = len(expected[0].grads)
         sizes = (mesh.dp.size, mesh.pp.size)
         return Report(*sizes, self.schedule.name, self.num_microbatches, len(expected), num_parameters, largest)
 
-    def _differences(self, step: _Step, loss: float, norm: float) -> dict[str, float]:
+    def _differences(self, own: Mapping[str, Array], step: _Step, loss: float, norm: float) -> dict[str, float]:
         """Return the relative difference of all that this rank can compare, tied parameters after the others."""
-        own = _grads(self.params)
         names = sorted((name for name in step.grads if name in own), key=self._tied.__contains__)
         differences = {name: _difference(own[name], step.grads[name]) for name in names}
         pairs = {"the loss": (loss, step.loss), "the norm of the gradient": (norm, step.norm)}
         return differences | {name: _difference(np.array(a), np.array(b)) for name, (a, b) in pairs.items()}
 
-    def _rounding(self, differences: Mapping[str, float], step: _Step, number: int, x: Array, y: Array) -> list[str]:
+    def _rounding(
+        self, own: Mapping[str, Array], differences: Mapping[str, float], step: _Step, number: int, x: Array, y: Array
+    ) -> list[str]:
         """Return the gradients whose difference is no more than rounding of the sums that they come out of.
 
         A gradient may be zero but for rounding, as that of a bias of attention's keys is: relative to itself any
@@ -215,17 +219,16 @@ class _SpreadRun:
         suspects = [name for name in suspects if name in step.grads]
         if not suspects:
             return []
-        own = np.dtype(self.case.dtype)
-        other = np.dtype(np.float32 if own == np.float64 else np.float64)
-        coarse = np.finfo(max(own, other, key=lambda dtype: np.finfo(dtype).eps)).eps
+        dtype = np.dtype(self.case.dtype)
+        other = np.dtype(np.float32 if dtype == np.float64 else np.float64)
+        coarse = np.finfo(max(dtype, other, key=lambda dtype: np.finfo(dtype).eps)).eps
         again = self._part_alone(step, number, x, y, np.arange(len(x)), 1.0, dtype=other)
-        grads = {p.name: p.grad for p in self.params}
 
         def allowed(name: str) -> float:
             size_of_sums = np.abs(again[name] - step.grads[name]).max() / coarse
-            return float(_ROUNDINGS * np.finfo(own).eps * size_of_sums)
+            return float(_ROUNDINGS * np.finfo(dtype).eps * size_of_sums)
 
-        return [name for name in suspects if np.abs(grads[name] - step.grads[name]).max() <= allowed(name)]
+        return [name for name in suspects if np.abs(own[name] - step.grads[name]).max() <= allowed(name)]
 
     def _describe(self, name: str, difference: float, step: _Step, number: int, x: Array, y: Array, rows: Array) -> str:
         """Say where a difference is; of a gradient, also which micro-batch's part of it is the first wrong one."""

@@ -1,7 +1,8 @@
 """Checkpoints: what a run needs to go on, after a kill at any moment and in any other layout.
 
-A tensor is saved once, under its own name, by one of the ranks that hold it. Which rank that was makes no difference to
-who loads it: a checkpoint has no layout, so every layout loads it. `files.py` says what lies on the disk.
+A tensor is saved once, under its own name, by one of the ranks that hold it, or in slices, where each rank holds only
+one (ZeRO). Which rank that was makes no difference to who loads it: a checkpoint has no layout, so every layout loads
+it. `files.py` says what lies on the disk.
 
     checkpoints = Checkpointer("run/checkpoints", comm, model, optimizer)
     loaded = checkpoints.load()                       # None at first
@@ -43,6 +44,7 @@ from distributed.checkpoint.files import (
 from distributed.checkpoint.plan import Held, Stored, divide, show
 from distributed.comm.communicator import Array, Communicator
 from minigrad.backend import place, to_host, xp_of
+from minigrad.flat import TensorSlice
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter
@@ -105,8 +107,14 @@ class Checkpointer:
         self._optimizer = optimizer
         self._tensors: list[Parameter | Buffer] = [*dict.fromkeys(model.parameters()), *dict.fromkeys(model.buffers())]
         self._plan = self._agree()
-        own = {name: stored for name, stored in self._plan.items() if stored.rank == self._comm.rank}
-        self._copies = {name: np.empty(stored.shape, stored.dtype) for name, stored in own.items()}
+        self._copies: dict[str, Array] = {}  # what this rank saves, as it is called in its file
+        self._saved_here: dict[str, str] = {}  # the tensor's name -> that
+        for name, stored in self._plan.items():
+            for part in stored.parts:
+                if part.rank == self._comm.rank:
+                    key = self._saved_here[name] = stored.key(name, part)
+                    shape = (part.stop - part.start,) if stored.slices else stored.shape
+                    self._copies[key] = np.empty(shape, stored.dtype)
         self._saving: Saving | None = None
         self._knows_folder = False  # until what is in it was loaded, or there was nothing
         self._check_folder()
@@ -141,9 +149,9 @@ class Checkpointer:
             if found:
                 raise RuntimeError(f"{self.folder} holds {found[0].name} already: call load() first, or save elsewhere")
             self._knows_folder = True
-        arrays = self._arrays()
-        for name, copy in self._copies.items():
-            copy[...] = to_host(arrays[name])
+        held = self._held()
+        for name, key in self._saved_here.items():
+            self._copies[key][...] = to_host(held[name].array)
         wrong = not_finite(_weights(self._copies))
         failure = first_failure(self._comm, wrong and f"{wrong} is not finite, so step {step} is not saved")
         if failure is not None:
@@ -201,17 +209,26 @@ class Checkpointer:
             raise CheckpointError(head + "\n".join(refused))
         return None
 
-    def _arrays(self) -> dict[str, Array]:
-        """Return all that this rank holds, by the name that it has in a checkpoint."""
-        arrays = {_name(tensor): tensor.data for tensor in self._tensors}
-        return arrays | {f"optimizer/{name}": array for name, array in self._optimizer.state_arrays()}
+    def _held(self) -> dict[str, TensorSlice]:
+        """Return all that this rank has to save, by the name that it has in a checkpoint."""
+        masters = dict(self._optimizer.master_slices())
+        held = {}
+        for tensor in self._tensors:
+            if isinstance(tensor, Buffer) or not self._optimizer.has_master(tensor):
+                held[_name(tensor)] = TensorSlice.whole(tensor.data)
+            elif tensor in masters:
+                held[_name(tensor)] = masters[tensor]
+        return held | {f"optimizer/{name}": part for name, part in self._optimizer.state_slices()}
 
     def _agree(self) -> dict[str, Stored]:
         """Agree on what there is and on who saves it."""
         failure = first_failure(self._comm, self._fault())
         if failure is not None:
             raise ValueError(failure)
-        held = {name: Held(array.shape, str(array.dtype), array.nbytes) for name, array in self._arrays().items()}
+        held = {
+            name: Held(part.shape, str(part.array.dtype), part.array.nbytes, part.start, part.stop)
+            for name, part in self._held().items()
+        }
         return divide(self._comm.gather_objects(held))
 
     def _fault(self) -> str | None:
@@ -222,9 +239,9 @@ class Checkpointer:
         for tensor in self._tensors:
             if not tensor.name or times[_name(tensor)] > 1:
                 return f"every tensor of a checkpoint needs a name of its own, {tensor.label} has none"
-        for name, array in self._arrays().items():
-            if str(array.dtype) not in DTYPES:
-                return f"a checkpoint holds numbers of {', '.join(sorted(DTYPES))}, {name} is {array.dtype}"
+        for name, held in self._held().items():
+            if str(held.array.dtype) not in DTYPES:
+                return f"a checkpoint holds numbers of {', '.join(sorted(DTYPES))}, {name} is {held.array.dtype}"
         own = set(self._tensors)
         for p in self._optimizer.params:
             if p not in own:
@@ -254,7 +271,9 @@ class Checkpointer:
         try:
             manifest = read_manifest(checkpoint)
             self._check_model(manifest)
-            values = read_tensors(checkpoint, manifest, list(self._arrays()))
+            state = {f"optimizer/{name}": part for name, part in self._optimizer.state_slices()}
+            slices = {name: (part.start, part.stop) for name, part in state.items() if part.array.shape != part.shape}
+            values = read_tensors(checkpoint, manifest, [*map(_name, self._tensors), *state], slices)
             wrong = not_finite(_weights(values))
             return manifest, values, wrong and f"{wrong} is not finite in it", None
         except CheckpointError as error:
@@ -279,8 +298,11 @@ class Checkpointer:
     def _fill(self, manifest: Manifest, values: Mapping[str, Array]) -> None:
         for tensor in self._tensors:
             tensor.data = _beside(tensor.data, values[_name(tensor)])
-        for name, array in self._optimizer.state_arrays():
-            array[...] = _beside(array, values[f"optimizer/{name}"])
+        for p, held in self._optimizer.master_slices():
+            master = values[_name(p)].reshape(-1)[held.start : held.stop]
+            held.array[...] = _beside(held.array, master.reshape(held.array.shape))
+        for name, held in self._optimizer.state_slices():
+            held.array[...] = _beside(held.array, values[f"optimizer/{name}"].reshape(held.array.shape))
         self._optimizer.num_steps = manifest.num_updates
 
     def _of_rank_0(self, make: Callable[[], T]) -> T:

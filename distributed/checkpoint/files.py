@@ -4,7 +4,8 @@
         latest                      the name of the last good one: step-00000300
         step-00000200/
         step-00000300/
-            manifest.json           step, state, and of every tensor who saved it, its shape and dtype; its checksum
+            manifest.json           step, state, and of every tensor who saved it, or which slices of it, its shape and
+                                    dtype; its checksum
             rank-0.safetensors      what rank 0 saved, and a checksum of each tensor
             rank-1.safetensors
         saving-.../                 one that is being written, or what a kill left of it
@@ -24,7 +25,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from distributed.checkpoint.plan import Count, Stored
+from distributed.checkpoint.plan import Count, Slice, Stored
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array
 from minigrad.files import atomic_write, flush
@@ -46,7 +47,7 @@ HEAD = {"format", "version", "crc32"}  # what a manifest says of itself; its che
 DTYPES = {"bool", "bfloat16", "complex64", "float16", "float32", "float64"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
-VERSION = 1  # of the layout above; a reader refuses what is newer than itself
+VERSION = 2  # of the layout above; a reader refuses what is newer than itself. 1 knew no slices
 _PREFIX = "step-"
 UNFINISHED = "saving-"  # begins the names of folders that are no checkpoints: not yet, or not any more
 POLL_SECONDS = 0.01
@@ -153,7 +154,7 @@ class Saving:
 
     def _see_all_parts(self) -> bool:
         """Block until the parts of all ranks are in the folder; return False where they will never be."""
-        ranks = sorted({stored.rank for stored in self._manifest.tensors.values()})
+        ranks = sorted({part.rank for stored in self._manifest.tensors.values() for part in stored.parts})
         parts = [_part(self._unfinished, rank) for rank in ranks]
         while missing := [part.name for part in parts if not part.exists()]:
             if self._cancelled.wait(POLL_SECONDS):
@@ -239,38 +240,70 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(str(error)) from None
 
 
-def read_tensors(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, Array]:
+def read_tensors(
+    checkpoint: Path,
+    manifest: Manifest,
+    names: Sequence[str],
+    slices: Mapping[str, tuple[int, int]] | None = None,
+) -> dict[str, Array]:
     """Read some tensors, each checked against its shape, dtype and checksum.
 
+    Args:
+        slices: of those that are not wanted whole, the first element in C order and one past the last.
+    Returns:
+        By name; slices are 1-D.
     Raises:
-        CheckpointError: a file is missing, torn, changed, or of another save.
+        CheckpointError: a file is missing, torn, changed, or of another save; or slices are not all of their tensor.
         OSError: the disk fails, which says nothing of the checkpoint.
     """
-    by_rank: dict[int, list[str]] = {}
+    slices = slices or {}
+    by_rank: dict[int, list[tuple[str, Slice]]] = {}
     for name in names:
-        by_rank.setdefault(manifest.tensors[name].rank, []).append(name)
-    values = {}
+        stored = manifest.tensors[name]
+        if not stored.is_complete():
+            raise CheckpointError(f"the slices of {name!r} are not all of it")
+        start, stop = slices.get(name, (0, stored.size))
+        for part in stored.parts:
+            if (part.start < stop and start < part.stop) or not stored.size:
+                by_rank.setdefault(part.rank, []).append((name, part))
+    values: dict[str, Array] = {}
     for rank, wanted in by_rank.items():
-        path = _part(checkpoint, rank)
-        if not path.is_file():
-            raise CheckpointError(f"{path.name} is missing")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("save") != manifest.save:
-                    raise CheckpointError(f"{path.name} is of another checkpoint")
-                checksums = parse_json(metadata.get("crc32", ""), dict[str, int], "its list of checksums")
-                for name in wanted:
-                    values[name] = array = file.get_tensor(name)
-                    stored = manifest.tensors[name]
-                    found = (array.shape, str(array.dtype), _checksum(array))
-                    if found != (stored.shape, stored.dtype, checksums[name]):
-                        raise CheckpointError(
-                            f"{path.name} has changed since it was saved: {name!r} is not what it was"
-                        )
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
-    return values
+        for (name, part), array in _read_parts(checkpoint, manifest, rank, wanted):
+            start, stop = slices.get(name, (0, manifest.tensors[name].size))
+            if (part.start, part.stop) == (start, stop):
+                values[name] = array
+                continue
+            target = values.setdefault(name, np.empty(stop - start, array.dtype))
+            first, last = max(start, part.start), min(stop, part.stop)
+            target[first - start : last - start] = array.reshape(-1)[first - part.start : last - part.start]
+    return {
+        name: array if name in slices else array.reshape(manifest.tensors[name].shape) for name, array in values.items()
+    }
+
+
+def _read_parts(
+    checkpoint: Path, manifest: Manifest, rank: int, wanted: Sequence[tuple[str, Slice]]
+) -> Iterator[tuple[tuple[str, Slice], Array]]:
+    """Read parts of tensors from the file of one rank, and check them."""
+    path = _part(checkpoint, rank)
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("save") != manifest.save:
+                raise CheckpointError(f"{path.name} is of another checkpoint")
+            checksums = parse_json(metadata.get("crc32", ""), dict[str, int], "its list of checksums")
+            for name, part in wanted:
+                stored = manifest.tensors[name]
+                key = stored.key(name, part)
+                array = file.get_tensor(key)
+                shape = (part.stop - part.start,) if stored.slices else stored.shape
+                if (array.shape, str(array.dtype), _checksum(array)) != (shape, stored.dtype, checksums[key]):
+                    raise CheckpointError(f"{path.name} has changed since it was saved: {key!r} is not what it was")
+                yield (name, part), array
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def not_finite(values: Mapping[str, Array]) -> str | None:

@@ -269,6 +269,10 @@ class GradientBucketManager:
         """
         return grad_norm(params)
 
+    def whole_grads(self) -> dict[str, Any]:
+        """Return copies of all gradients after `wait`, by name. Collective where ranks hold shards of them."""
+        return {p.name: p.grad_view().copy() for p in self.params}
+
     def scale_to_norm(self, norm: float, max_norm: float) -> None:
         """Scale all gradients as `minigrad.optim.scale_to_norm` does."""
         scale_to_norm(self.params, norm, max_norm)

@@ -36,7 +36,7 @@ from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketM
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat import FlatRange, TensorSlice, slices_in
 from minigrad.optim import Optimizer, Rule, clip_arrays, is_matrix, norm_of
 from minigrad.parameter import Hold, Parameter, check_usable
 
@@ -135,6 +135,17 @@ class ShardedBuckets(GradientBucketManager):
         self.check_reduced("the norm of")
         return joint_norm(norm_of(grad for _, grad in self._own(params)), self.comm)
 
+    def whole_grads(self) -> dict[str, Array]:
+        self.check_reduced("gathering")
+        grads: dict[str, Array] = {}
+        for bucket, shard in zip(self.buckets, self.shards, strict=True):
+            part = bucket.range
+            whole = xp_of(shard.data).zeros(part.stop - part.start, part.flat.grad.dtype)
+            whole[shard.start - part.start : shard.stop - part.start] = self.shard_grad(bucket.number)
+            gather_shards(whole, self.comm).wait()
+            grads |= {p.name: held.array for p, held in slices_in(part, whole)}
+        return grads
+
     def scale_to_norm(self, norm: float, max_norm: float) -> None:
         clip_arrays((grad for _, grad in self._own(self.params)), norm, max_norm)
 
@@ -201,7 +212,8 @@ class ShardedOptimizer(Optimizer):
         super().__init__(buckets.params, rule, decays=decays, parts=buckets.shards)
         # In half precision what is trained is here, in shards, and the parameters have the copy that ops see.
         self._masters = [part.data.copy() if part.copy is not None else None for part in buckets.shards]
-        for flat in dict.fromkeys(part.flat for part in buckets.shards if part.copy is not None):
+        self._flats_with_master = {part.flat for part in buckets.shards if part.copy is not None}
+        for flat in self._flats_with_master:
             flat.drop_master()
         self._buckets = buckets
         self._gathers: list[_Gather] = []
@@ -243,6 +255,14 @@ class ShardedOptimizer(Optimizer):
             "this rank has its own shards of the optimizer's state, and no other rank has them: recovery from living "
             "ranks needs zero=0; checkpoints save shards"
         )
+
+    def master_slices(self) -> Iterator[tuple[Parameter, TensorSlice]]:
+        for (part, _), master in zip(self._ranges, self._masters, strict=True):
+            if master is not None:
+                yield from slices_in(part, master)
+
+    def has_master(self, p: Parameter) -> bool:
+        return p.flat in self._flats_with_master
 
     def _new_whole_step(self) -> None:
         return None

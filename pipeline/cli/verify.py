@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         what = f"{what} (default {default})"
         parser.add_argument(f"--{option}", type=flags.count, default=default, metavar="N", help=what)
+    what = "replicas share out 1: the optimizer's state, 2: gradients too (default 0)"
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=0, help=what)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -45,6 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
             pp=arguments.pp,
             schedule=schedule,
             num_microbatches=arguments.microbatches,
+            zero=arguments.zero,
             comm=world() if launched_by_mpi() else None,
         )
     except MismatchError as mismatch:

@@ -1,8 +1,11 @@
 """The files of a checkpoint, without ranks: how they appear, which stay, and every way to be unreadable."""
 
+import itertools
 import json
 import os
 import shutil
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from distributed.checkpoint import files as checkpoint_files
 from distributed.checkpoint.files import (
+    HEAD,
     CheckpointError,
     Manifest,
     Saving,
@@ -17,7 +21,7 @@ from distributed.checkpoint.files import (
     read_manifest,
     read_tensors,
 )
-from distributed.checkpoint.plan import Stored
+from distributed.checkpoint.plan import Slice, Stored
 
 STATE = {"data": {"epoch": 2, "position": 1 / 3}, "text": "ä", "empty": [], "nothing": None}
 
@@ -327,7 +331,12 @@ def forge_tensor(**changes):
     return forge(tensors={"parameter/w": stored})
 
 
+def forge_slices(*slices):
+    return forge_tensor(slices=[{"rank": 0, "start": start, "stop": stop} for start, stop in slices])
+
+
 MANIFEST_DAMAGE = {
+    "a negative slice": (forge_slices((-1, 2)), r"Expected `int` >= 0 - at `\$\.tensors\[\.\.\.\]\.slices"),
     "a step in words": (forge(step="8"), r"manifest\.json: Expected `int`, got `str` - at `\$\.step`"),
     "a negative step": (forge(step=-8), r"manifest\.json: Expected `int` >= 0 - at `\$\.step`"),
     "no step": (forge(step=None), r"manifest\.json: Expected `int`, got `null` - at `\$\.step`"),
@@ -347,7 +356,7 @@ MANIFEST_DAMAGE = {
     "a list": (write(b"[]"), r"manifest\.json is not of a minigrad checkpoint"),
     "of another program": (write(b'{"format": "pt", "version": 1}'), "is not of a minigrad checkpoint"),
     "without a format": (drop_key("format"), r"manifest\.json is not of a minigrad checkpoint"),
-    "newer": (edit(version=2), "saved by a newer version of this program: its format is 2, the newest known here is 1"),
+    "newer": (edit(version=3), "saved by a newer version of this program: its format is 3, the newest known here is 2"),
     "newer and other": (write(b'{"format": "minigrad checkpoint", "version": 7}'), "its format is 7"),
     "of no version": (edit(version="one"), r"manifest\.json: Expected `int`, got `str` - at `\$.version`"),
     "without a version": (drop_key("version"), r"manifest\.json: Object missing required field `version`"),
@@ -439,3 +448,55 @@ def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path, name):
             except CheckpointError:
                 pass
     assert harmless < 0.2 * len(content)  # blanks between tokens
+
+
+# Slices
+
+
+def save_slices(folder, *ends, size=6):
+    """Save a tensor of (2, 3) in slices that end there, in turn by two ranks."""
+    values = np.arange(size, dtype=np.float32)
+    slices = [Slice(i % 2, start, stop) for i, (start, stop) in enumerate(itertools.pairwise([0, *ends]))]
+    stored = Stored(0, (2, 3), "float32", tuple(slices))
+    arrays = [
+        {stored.key("parameter/w", part): values[part.start : part.stop].copy() for part in slices if part.rank == rank}
+        for rank in (0, 1)
+    ]
+    manifest = Manifest(1, 1, "save", {"parameter/w": stored}, {})
+    parts = [Saving(folder, rank, arrays[rank], manifest, keep_last=2) for rank in (0, 1)]
+    assert [part.wait_for_part() for part in parts] == [None, None]
+    assert [part.wait() for part in parts] == [None, None]
+    return complete(folder)[0]
+
+
+@pytest.mark.parametrize("ends", [(6,), (1, 6), (2, 4, 6), (1, 2, 3, 4, 5, 6)])
+def test_slices_are_read_whole_or_in_any_other_slices(tmp_path, ends):
+    checkpoint = save_slices(tmp_path, *ends)
+    manifest = read_manifest(checkpoint)
+    whole = read_tensors(checkpoint, manifest, ["parameter/w"])["parameter/w"]
+    np.testing.assert_array_equal(whole, np.arange(6, dtype=np.float32).reshape(2, 3))
+    for start, stop in itertools.combinations(range(7), 2):
+        values = read_tensors(checkpoint, manifest, ["parameter/w"], {"parameter/w": (start, stop)})
+        np.testing.assert_array_equal(values["parameter/w"], np.arange(start, stop, dtype=np.float32))
+
+
+@pytest.mark.parametrize("slices", [((0, 3),), ((0, 4), (3, 6)), ((0, 2), (3, 6)), ((1, 6),), ((0, 7),)])
+def test_slices_that_are_not_all_of_a_tensor_are_refused(tmp_path, slices):
+    checkpoint = save_slices(tmp_path, 6)
+    stored = Stored(0, (2, 3), "float32", tuple(Slice(0, start, stop) for start, stop in slices))
+    manifest = replace(read_manifest(checkpoint), tensors={"parameter/w": stored})
+    with pytest.raises(CheckpointError, match=r"the slices of 'parameter/w' are not all of it"):
+        read_tensors(checkpoint, manifest, ["parameter/w"])
+
+
+def test_a_checkpoint_of_version_1_is_read(tmp_path):
+    checkpoint = save(tmp_path, 7)
+    path = checkpoint / "manifest.json"
+    content = json.loads(path.read_text())
+    for stored in content["tensors"].values():
+        assert stored.pop("slices") == []
+    content["version"] = 1
+    own = {name: content[name] for name in content.keys() - HEAD}
+    content["crc32"] = zlib.crc32(json.dumps(own, sort_keys=True).encode())
+    path.write_text(json.dumps(content))
+    assert read(checkpoint)[0] == manifest_of(7, arrays_of(7))

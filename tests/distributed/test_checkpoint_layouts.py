@@ -23,12 +23,14 @@ NUM_SAMPLES = 5
 CONFIG = gpt.GPTConfig(vocab_size=11, context=4, num_layers=3, num_heads=2, width=8, dropout=0.1)
 # Where a gradient is zero but for rounding, AdamW's step is rounding divided by itself: hence the larger eps.
 RULE = AdamW(warmup_cosine(0.01, num_steps=20, num_warmup_steps=5), eps=1e-4)
-LAYOUTS = {  # name -> dp, pp, schedule
-    "one process": (1, 1, None),
-    "dp 2": (2, 1, "1f1b"),
-    "pp 2": (1, 2, "1f1b"),
-    "pp 2 in chunks": (1, 2, "zbv"),
-    "dp 2, pp 2": (2, 2, "1f1b"),
+LAYOUTS = {  # name -> dp, pp, schedule, zero
+    "one process": (1, 1, None, 0),
+    "dp 2": (2, 1, "1f1b", 0),
+    "dp 2, shards": (2, 1, "1f1b", 1),
+    "pp 2": (1, 2, "1f1b", 0),
+    "pp 2 in chunks": (1, 2, "zbv", 0),
+    "dp 2, pp 2": (2, 2, "1f1b", 0),
+    "dp 2, pp 2, shards": (2, 2, "1f1b", 2),
 }
 
 
@@ -51,22 +53,23 @@ class Run:
     """One rank of a run in a layout."""
 
     def __init__(self, comm, layout, seed):
-        dp, pp, schedule = LAYOUTS[layout]
+        dp, pp, schedule, zero = LAYOUTS[layout]
         self.comm = comm
         self.schedule = schedule
         if schedule is None:
             param = nn.ParamGetter(seed, np.float64)
             self.model = nn.Sequential(factory(param) for _, factory in LAYERS)
             self.rows = slice(NUM_SAMPLES)
+            self.optimizer = Optimizer(self.model.parameters(), RULE)
         else:
             mesh = Mesh(comm, dp=dp, pp=pp)
             chosen = SCHEDULES[schedule]
             self.model = PipelineStage.of(LAYERS, mesh.pp, chosen, seed=seed, dtype=np.float64)
-            self.ddp = DistributedDataParallel(self.model, mesh.dp, bucket_bytes=2000)
+            self.ddp = DistributedDataParallel(self.model, mesh.dp, bucket_bytes=2000, zero=zero)
             self.pipe = PipelineExecutor(self.model, mesh.pp, chosen, num_microbatches=2, loss_fn=mg.cross_entropy)
             starts = [0, 3, 5] if dp == 2 else [0, 5]
             self.rows = slice(starts[mesh.dp.rank], starts[mesh.dp.rank + 1])
-        self.optimizer = Optimizer(self.model.parameters(), RULE)
+            self.optimizer = self.ddp.optimizer(RULE)
 
     def step(self, number):
         ids = np.random.default_rng(number).integers(0, CONFIG.vocab_size, (NUM_SAMPLES, CONFIG.context + 1))[self.rows]
@@ -88,8 +91,12 @@ class Run:
     def numbers(self):
         """Copy everything that training changes."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        arrays = {tensor.name: tensor.data for tensor in tensors} | dict(self.optimizer.state_arrays())
-        return {name: array.copy() for name, array in arrays.items()}
+        arrays = {tensor.name: tensor.data.copy() for tensor in tensors}
+        for by_name in self.comm.gather_objects(dict(self.optimizer.state_slices())):  # shards, put together
+            for name, (array, shape, start, stop) in by_name.items():
+                whole = arrays.setdefault(name, np.empty(shape)).reshape(-1)
+                whole[start:stop] = array.reshape(-1)
+        return arrays
 
 
 def undisturbed(comm, layout):
@@ -126,7 +133,7 @@ def go_on(comm, layout, folder):
 
 def on_as_many_as_it_takes(comm, program, layout, *args):
     """Run a program on the first ranks; the others wait."""
-    dp, pp, _ = LAYOUTS[layout]
+    dp, pp, *_ = LAYOUTS[layout]
     taking_part = comm.rank < dp * pp
     part = comm.split(color=int(not taking_part))
     result = program(part, layout, *args) if taking_part else []
@@ -147,7 +154,7 @@ def whole_model(ranks, program, layout, *args):
 
 @pytest.mark.ranks(2, 4)
 def test_the_next_step_is_the_one_that_was_to_come(ranks, tmp_path):
-    layouts = [layout for layout, (dp, pp, _) in LAYOUTS.items() if dp * pp <= ranks.size]
+    layouts = [layout for layout, (dp, pp, *_) in LAYOUTS.items() if dp * pp <= ranks.size]
     tmp_path = Path(ranks.run(lambda comm: comm.broadcast_object(str(tmp_path)))[0])
     for saved_in in layouts:
         expected = whole_model(ranks, undisturbed, saved_in)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.checkpoint.plan import Held, Stored, divide
+from distributed.checkpoint.plan import Held, Slice, Stored, divide
 
 
 def held(**num_bytes: int) -> dict[str, Held]:
@@ -46,3 +46,19 @@ def test_one_name_for_two_tensors_is_refused():
     parts[2] = {"w": Held((2, 3), "float64", 48)}
     with pytest.raises(ValueError, match=r"w is float32\[2, 3\] on rank 0 and float64\[2, 3\] on rank 2"):
         divide(parts)
+
+
+def sliced(start, stop):
+    return {"w": Held((6,), "uint8", stop - start, start, stop)}
+
+
+def test_slices_are_saved_by_ranks_that_hold_them():
+    plan = divide([sliced(0, 4), sliced(4, 6), sliced(0, 4), sliced(4, 6)])  # of two replicas
+    assert plan == {"w": Stored(0, (6,), "uint8", (Slice(0, 0, 4), Slice(1, 4, 6)))}
+
+
+def test_slices_that_leave_a_gap_are_refused():
+    with pytest.raises(
+        ValueError, match=r"the slices of a tensor must be all of it, but of w, uint8\[6\], .* 0 to 3, 4 to 6"
+    ):
+        divide([sliced(0, 3), sliced(4, 6)])

@@ -55,6 +55,22 @@ def test_every_layout_trains_the_same_model(one_process: str, tiny: list[str], l
 
 
 @needs_mpirun
+@pytest.mark.long
+def test_shards_train_the_same_model_and_go_on_in_another_layout(
+    one_process: str, tiny: list[str], tmp_path: Path
+) -> None:
+    flags = [*tiny, *shlex.split("--dp 2 --pp 2 --microbatches 2 --zero 2 --run here")]
+    result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=4, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert learned(result.stdout) == learned(one_process)
+    halfway = str(tmp_path / "here" / "checkpoints" / "step-00000002")
+    flags = [*tiny, *shlex.split(f"--resume {halfway} --dp 1 --pp 2 --microbatches 3 --zero 0 --run there")]
+    result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=2, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert learned(result.stdout) == learned(one_process)
+
+
+@needs_mpirun
 def test_the_timeline_shows_the_last_step_on_every_rank(tiny: list[str], tmp_path: Path) -> None:
     layout = ["--dp", "2", "--pp", "2", "--microbatches", "2", "--steps", "2", "--run", "here"]
     result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *layout], ranks=4, cwd=tmp_path)

@@ -196,6 +196,12 @@ def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err.startswith("not equal to one process: [rank 0] dp 0, pp 0: step 0: the gradient of")
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_the_command_takes_shards(capsys: pytest.CaptureFixture[str], zero: int) -> None:
+    assert main(["verify", "mlp", "--pp", "1", "--dp", "3", "--zero", str(zero)]) == 0
+    assert "equal to one process" in capsys.readouterr().out
+
+
 @needs_mpirun
 def test_the_command_under_mpirun() -> None:
     result = run_job(["-m", "mpi4py", "-m", "pipeline", "verify", "mlp", "--dp", "2", "--pp", "1"], ranks=2)
