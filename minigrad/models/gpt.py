@@ -85,8 +85,8 @@ class GPTBlock(Module):
         self.drop2 = Dropout(f"{param.prefix}drop2", config.dropout)
 
     def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        x = x + self.drop1(self.attention(self.norm1(x), cache))
-        return x + self.drop2(self.down(gelu(self.up(self.norm2(x)))))
+        x = self.drop1(self.attention(self.norm1(x), cache), beside=x)
+        return self.drop2(self.down(gelu(self.up(self.norm2(x)))), beside=x)
 
 
 class GPTHead(Module):

@@ -14,6 +14,7 @@ from minigrad.nn.init import ParamGetter, normal, zeros
 from minigrad.nn.key_value_cache import KeyValueCache
 from minigrad.nn.module import Module
 from minigrad.ops import (
+    add_dropout,
     causal_attention,
     conv2d,
     dropout,
@@ -99,10 +100,14 @@ class Dropout(Module):
         self.name = name
         self.rate = rate
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, beside: Tensor | None = None) -> Tensor:
+        """Return x with dropout, added to `beside` if that is given: a residual connection in one pass."""
         if not self.training or self.rate == 0:
-            return x
-        return dropout(x, keep=rng.keep_mask(self.name, x.shape, self.rate), rate=self.rate)
+            return x if beside is None else beside + x
+        keep = rng.keep_mask(self.name, x.shape, self.rate)
+        if beside is None:
+            return dropout(x, keep=keep, rate=self.rate)
+        return add_dropout(beside, x, keep=keep, rate=self.rate)
 
 
 class MultiHeadAttention(Module):

@@ -30,7 +30,7 @@ from minigrad.ops.elementwise import (
 from minigrad.ops.indexing import getitem
 from minigrad.ops.linalg import linear, matmul, outer, unembed
 from minigrad.ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse
-from minigrad.ops.nn import dropout, embedding, layer_norm, log_softmax, rms_norm, softmax
+from minigrad.ops.nn import add_dropout, dropout, embedding, layer_norm, log_softmax, rms_norm, softmax
 from minigrad.ops.reduce import cumsum, logsumexp, max, mean, min, norm, prod, std, sum, var
 from minigrad.ops.selection import clip, maximum, minimum, where
 from minigrad.ops.shape import (
@@ -51,6 +51,7 @@ from minigrad.tensor import Tensor
 __all__ = [
     "abs",
     "add",
+    "add_dropout",
     "astype",
     "avg_pool2d",
     "binary_cross_entropy_with_logits",

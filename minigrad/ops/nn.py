@@ -6,7 +6,7 @@ import math
 
 from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.ops.operands import put
+from minigrad.ops.operands import fit, in_floating_dtype, put
 from minigrad.tape import Vjp, WeightVjp, op
 
 
@@ -140,3 +140,22 @@ def dropout(x: Array, *, keep: Array, rate: float) -> tuple[Array, tuple[Vjp]]:
         return kernels.select(v, keep, scale)
 
     return drop(x), (drop,)
+
+
+@op
+def add_dropout(x: Array, y: Array, *, keep: Array, rate: float) -> tuple[Array, tuple[Vjp, Vjp]]:
+    """Add a branch with dropout to what passes it by, in one pass: x + dropout(y). dx = g, dy = dropout(g).
+
+    Args:
+        x, y: of one shape.
+        keep, rate: as in `dropout`.
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if x.shape != y.shape:
+        raise ValueError(f"add_dropout: x and y must have the same shape, got {x.shape} and {y.shape}")
+    x, y = in_floating_dtype(x, y)
+    kernels, scale = kernels_of(x, y), 1 / (1 - rate)
+    keep = xp_of(y).asarray(keep)
+    z = kernels.add_select(x, y, keep, scale)
+    return z, fit(x, y, z, lambda g: g, lambda g: kernels.select(g, keep, scale))

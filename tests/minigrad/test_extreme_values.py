@@ -52,8 +52,9 @@ def test_relu_selects_what_an_infinite_derivative_meets() -> None:
         (mg.relu, [-1, 4], [0, INF]),
         (mg.leaky_relu, [-1, 4], [INF, INF]),
         (lambda x: mg.dropout(x, keep=np.array([False, True]), rate=0.5), [1, 1], [0, INF]),
+        (lambda x: mg.add_dropout(np.ones(2), x, keep=np.array([False, True]), rate=0.5), [1, 1], [0, INF]),
     ],
-    ids=["relu", "leaky_relu", "dropout"],
+    ids=["relu", "leaky_relu", "dropout", "add_dropout"],
 )
 def test_an_infinite_cotangent_reaches_what_was_chosen_alone(
     function: Callable[[mg.Tensor], mg.Tensor], x: list[float], expected: list[float]

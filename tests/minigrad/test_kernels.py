@@ -64,6 +64,7 @@ CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
     "relu": lambda x, m, n: [x(m, n)],
     "leaky_relu": lambda x, m, n: [x(m, n), 0.1],
     "select": lambda x, m, n: [x(m, n), some_mask(m, n), 1.25],
+    "add_select": lambda x, m, n: [x(m, n), x(m, n), some_mask(m, n), 1.25],
     "sigmoid": lambda x, m, n: [x(m, n)],
     "sigmoid_dx": lambda x, m, n: [x(m, n), tame(x(m, n))],
     "silu": lambda x, m, n: [x(m, n)],
@@ -96,7 +97,7 @@ CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
     ],
     "square_sum": lambda x, m, n: [x(m * n)],
 }
-EXACT = {"relu", "leaky_relu", "select", "sgd", "adamw"}  # kernels with the bits of the reference
+EXACT = {"relu", "leaky_relu", "select", "add_select", "sgd", "adamw"}  # kernels with the bits of the reference
 SHAPES = [(5, 7), (3, 1), (1, 65), (33, 64), (4, 129), (0, 5)]
 each_case = pytest.mark.parametrize("case", CASES)
 

@@ -128,6 +128,24 @@ def test_dropout_scales_what_it_keeps() -> None:
     np.testing.assert_allclose(x.grad, keep / 0.75)
 
 
+def test_dropout_beside_what_passes_it_by_has_the_bits_of_a_sum() -> None:
+    layer, x, beside = nn.Dropout("drop", 0.25), sample(64, 65).astype(np.float32), sample(64, 65).astype(np.float32)
+    leaves = [mg.Tensor(array, requires_grad=True) for array in (x, beside, x, beside)]
+    with rng.scope(seed=0, step=0):
+        fused = layer(leaves[0], beside=leaves[1])
+    with rng.scope(seed=0, step=0):
+        plain = leaves[3] + layer(leaves[2])
+    np.testing.assert_array_equal(fused.data, plain.data)
+    for y in (fused, plain):
+        mg.backward((y * y).sum())
+    for a, b in zip(leaves[:2], leaves[2:], strict=True):
+        np.testing.assert_array_equal(a.grad, b.grad)
+    layer.eval()
+    np.testing.assert_array_equal(layer(mg.Tensor(x), beside=mg.Tensor(beside)).data, beside + x)
+    with pytest.raises(ValueError, match=r"add_dropout: x and y must have the same shape, got \(2,\) and \(3,\)"):
+        mg.add_dropout(np.ones(2), np.ones(3), keep=np.ones(3, bool), rate=0.5)
+
+
 def test_dropout_is_off_in_eval_and_at_rate_zero() -> None:
     x = mg.Tensor(sample(4, 6))
     model = nn.Sequential([nn.Sequential([nn.Dropout("drop", 0.5)])])

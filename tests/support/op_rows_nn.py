@@ -110,6 +110,14 @@ ROWS = [
     row("embedding", lambda table, i: table[i], normal(300, 3), ids(300, 0)),
     row("dropout", lambda x, keep, rate: x * keep / (1 - rate), normal(2, 3), keep=KEEP, rate=0.2),
     row("dropout", lambda x, keep, rate: x, normal(0, 3), keep=np.ones((0, 3), bool), rate=0.2),
+    row(
+        "add_dropout",
+        lambda x, y, keep, rate: x + y * keep / (1 - rate),
+        *(normal(2, 3), normal(2, 3)),
+        keep=KEEP,
+        rate=0.2,
+    ),
+    row("add_dropout", lambda x, y, keep, rate: x, *(normal(0, 3),) * 2, keep=np.ones((0, 3), bool), rate=0.2),
     row("causal_attention", plain_attention, normal(2, 5, 12), num_heads=2),
     row("causal_attention", plain_attention, normal(1, 130, 6), num_heads=1),  # three blocks of queries
     row("causal_attention", plain_attention, normal(0, 5, 12), num_heads=2),

@@ -93,6 +93,7 @@ COUNTERPARTS: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": cross_entropy,
     "cumsum": lambda x, axis: torch.cumsum(x, axis),
     "div": torch.div,
+    "add_dropout": lambda x, y, keep, rate: x + y * as_torch(keep) / (1 - rate),
     "dropout": lambda x, keep, rate: x * as_torch(keep) / (1 - rate),
     "einsum": lambda *arrays, subscripts: torch.einsum(subscripts, *arrays),
     "embedding": lambda table, ids: F.embedding(ids, table),

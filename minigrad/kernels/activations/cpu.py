@@ -11,7 +11,7 @@ from minigrad.kernels.activations.reference import GELU_FLAT
 from minigrad.kernels.compiling import EXACT, compiled, flattened
 from minigrad.kernels.scalars import exp, logistic, normal_tail
 
-__all__ = ["gelu", "leaky_relu", "relu", "select", "sigmoid", "sigmoid_dx", "silu"]
+__all__ = ["add_select", "gelu", "leaky_relu", "relu", "select", "sigmoid", "sigmoid_dx", "silu"]
 
 
 @compiled(EXACT)
@@ -26,6 +26,20 @@ def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
     y = np.empty(x.shape, x.dtype)
     _select(flattened(x), flattened(keep), scale, y.reshape(-1))
     return y
+
+
+@compiled(EXACT)
+def _add_select(x: Array, y: Array, keep: Array, scale: float, z: Array) -> None:
+    T = x.dtype.type
+    factor = T(scale)
+    for i in range(x.size):
+        z[i] = x[i] + (y[i] * factor if keep[i] else T(0))
+
+
+def add_select(x: Array, y: Array, keep: Array, scale: float) -> Array:
+    z = np.empty(x.shape, x.dtype)
+    _add_select(flattened(x), flattened(y), flattened(keep), scale, z.reshape(-1))
+    return z
 
 
 @compiled(EXACT)

@@ -6,8 +6,9 @@ import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.gpu_launch import aligned, contiguous, cp, launch, launch_elementwise, num_blocks
+from minigrad.kernels.products.gpu import add
 
-__all__ = ["gelu", "gelu_dx", "select"]
+__all__ = ["add_select", "gelu", "gelu_dx", "select"]
 
 
 def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
@@ -16,6 +17,10 @@ def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
     if y.size:
         launch_elementwise("select", x.dtype, (x, keep, np.float32(scale)), (y,), y.size)
     return y
+
+
+def add_select(x: Array, y: Array, keep: Array, scale: float) -> Array:
+    return add(x, select(y, keep, scale))
 
 
 def gelu(x: Array, exact: bool) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ from minigrad.backend import Array, xp_of
 from minigrad.kernels.common import BLOCK, half_in_float32
 from minigrad.kernels.erfc import ERFC_DOUBLE, ERFC_SINGLE
 
-__all__ = ["gelu", "gelu_dx", "leaky_relu", "relu", "select", "sigmoid", "sigmoid_dx", "silu", "softplus"]
+__all__ = ["add_select", "gelu", "gelu_dx", "leaky_relu", "relu", "select", "sigmoid", "sigmoid_dx", "silu", "softplus"]
 
 
 def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
@@ -24,6 +24,11 @@ def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
         x = x * xp_of(x).asarray(scale, x.dtype)
     bits = np.dtype(f"i{x.itemsize}")
     return (x.view(bits) & -keep.astype(bits)).view(x.dtype)
+
+
+def add_select(x: Array, y: Array, keep: Array, scale: float) -> Array:
+    """Return x + select(y, keep, scale), all of one shape."""
+    return x + select(y, keep, scale)
 
 
 def relu(x: Array) -> tuple[Array, Array]:
