@@ -24,7 +24,10 @@ ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_
 # What `import minigrad` tells glibc too: keep freed memory. A peer should have it as well.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 # These choose a BLAS kernel, or an allocator, that the libraries would not choose by themselves.
-DROPPED = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "MKL_ENABLE_INSTRUCTIONS", "MINIGRAD_MALLOC")
+DROPPED = (
+    *("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "MKL_ENABLE_INSTRUCTIONS", "MINIGRAD_MALLOC"),
+    "PYTHONDONTWRITEBYTECODE",  # an import would compile our modules each time, and not those of an installed library
+)
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import sys
 from types import ModuleType
 from typing import Any
@@ -86,6 +85,8 @@ def gpu_name() -> str:
 
 def gpu_bus_id() -> str:
     """Return what tells the current GPU from all others of this host, with the host's name."""
+    import platform
+
     cuda = cupy().cuda
     return f"{platform.node()} {cuda.runtime.deviceGetPCIBusId(cuda.Device().id)}"
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 import numpy as np
 
@@ -119,4 +118,6 @@ def named_generator(purpose: str, seed: int, name: str) -> np.random.Generator:
 
 
 def _key(text: str) -> Array:
+    from hashlib import blake2b  # with OpenSSL, which takes milliseconds to load
+
     return np.frombuffer(blake2b(text.encode(), digest_size=16).digest(), np.uint64)

@@ -18,7 +18,7 @@ from minigrad.backend import Array, place
 from minigrad.parameter import Parameter
 from minigrad.rng import named_generator
 
-Init = Callable[[np.random.Generator, tuple[int, ...]], Array]
+Init = Callable[["np.random.Generator", tuple[int, ...]], Array]  # in quotes: NumPy loads what is random when asked
 
 
 def normal(std: float) -> Init:

@@ -224,6 +224,12 @@ def test_import_of_a_package_loads_no_costly_library(package: str) -> None:
     assert loaded_by(f"import {package}") & {*SOLE_IMPORTER, "safetensors"} <= {"safetensors"}
 
 
+def test_import_of_minigrad_leaves_to_numpy_what_it_loads_when_first_asked() -> None:
+    program = "import minigrad, sys; print('numpy.random' in sys.modules, '_hashlib' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "False False\n", result.stderr
+
+
 def test_schedules_need_no_numpy() -> None:
     rooms = [name for name in MODULES if name.startswith("pipeline.schedules.") and not name.endswith("__init__")]
     assert "numpy" not in loaded_by(
