@@ -216,15 +216,17 @@ class Optimizer:
             self._norm = clip_by_global_norm(self.params, self.max_norm)
         lr = self.lr
         for part, state in self._ranges:
-            self._update(part, part.data, part.grad, state, lr)
+            self._update(part, part.data, part.grad, state, lr, self.num_steps)
         self.num_steps += 1
 
-    def _update(self, part: FlatRange, values: Array, grad: Array, state: dict[str, Array], lr: float) -> None:
+    def _update(
+        self, part: FlatRange, values: Array, grad: Array, state: dict[str, Array], lr: float, step: int
+    ) -> None:
         """Update `values`, those of a part of the memory, by their gradients."""
         for run, decay in self._runs(part):
             own = slice(run.start - part.start, run.stop - part.start)
             own_state = {name: array[own] for name, array in state.items()}
-            self.rule.update(values[own], grad[own], own_state, lr=lr, step=self.num_steps, decay=decay)
+            self.rule.update(values[own], grad[own], own_state, lr=lr, step=step, decay=decay)
             run.note_change("the optimizer")
 
     def advance(self) -> None:

@@ -216,7 +216,7 @@ class GradientBucketManager:
         if self._num_launched < self.num_buckets:
             rule = "wait() before every gradient was ready; after an exception in the backward call cancel() instead"
             raise RuntimeError(self._message(rule))
-        flags = self._wait_for_all()
+        flags = self._wait_for_step()
         if flags[-1]:
             self._drop()
             rule = "the backward of another rank ended with an exception: this step's gradients are dropped"
@@ -285,15 +285,26 @@ class GradientBucketManager:
 
     def _wait_for_all(self) -> Any:
         """Block until every bucket is there; return the flags of all ranks."""
-        if self._flags_work is None:
-            self._flags_work = self.comm.allreduce(self._flags, op=ReduceOp.MAX)
+        self._launch_flags()
         for bucket in self.buckets:
             with self.comm.waiting_for(
                 f"bucket {bucket.number} of {self.num_buckets}, {bucket.range.params[0].name} ..."
             ):
-                self._settle(bucket)
+                self.settle(bucket)
+        return self._wait_for_flags()
+
+    def _wait_for_step(self) -> Any:
+        """Block until this step can be taken, or is given up, on all ranks; return their flags."""
+        return self._wait_for_all()
+
+    def _launch_flags(self) -> Work:
+        if self._flags_work is None:
+            self._flags_work = self.comm.allreduce(self._flags, op=ReduceOp.MAX)
+        return self._flags_work
+
+    def _wait_for_flags(self) -> Any:
         with self.comm.waiting_for("which parameters the other ranks reached"):
-            return self._flags_work.wait()
+            return self._launch_flags().wait()
 
     def _drop(self) -> None:
         """Forget the backward under way and what it left in the gradients."""
@@ -334,7 +345,7 @@ class GradientBucketManager:
             grad *= grad.dtype.type(self._share)
         return self._comm_hook(grad, self.comm)
 
-    def _settle(self, bucket: Bucket) -> None:
+    def settle(self, bucket: Bucket) -> None:
         """Block until a bucket that was launched is there."""
         if not bucket.is_landed:
             assert bucket.work is not None

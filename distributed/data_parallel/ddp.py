@@ -13,6 +13,7 @@ from distributed.clipping import joint_norm
 from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.early import EarlyBuckets, EarlyOptimizer
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
 from distributed.data_parallel.sharded import ShardedBuckets, ShardedOptimizer
@@ -55,6 +56,8 @@ class DistributedDataParallel:
         bucket_bytes, comm_hook: see `GradientBucketManager`.
         zero: what ranks share out among them and no longer hold each: 0 nothing, 1 the optimizer's state, 2 that and
             gradients; see `sharded.py`. Make the optimizer by `ddp.optimizer(rule)`. One rank alone has all, as with 0.
+        step_early: let `wait` return, and a step begin, before all buckets are there; the next forward waits only for
+            the layers that it needs: see `early.py`. Make the optimizer by `ddp.optimizer(rule)`.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
         recorder: of the pipeline that the model is in, so that one timeline has all of it.
 
@@ -79,6 +82,7 @@ class DistributedDataParallel:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook = allreduce,
         zero: int = 0,
+        step_early: bool = False,
         check_every: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
@@ -92,13 +96,24 @@ class DistributedDataParallel:
         self.params = list(model.parameters())
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
         check_layout("parameter", self.params, self.comm)
-        same_on_all(self.comm, "setting", [f"check_every={check_every}", f"zero={zero}"])
+        if zero and step_early:
+            raise ValueError(f"shards step when all are reduced: zero={zero} does not go with step_early")
+        same_on_all(self.comm, "setting", [f"check_every={check_every}", f"zero={zero}", f"step_early={step_early}"])
         self._is_whole_step = recorder is None  # or the pipeline says what is computed
         self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
         last = getattr(model, "tied", ())
         if zero and comm.size > 1:
             self.buckets: GradientBucketManager = ShardedBuckets(
                 self.params, self.comm, bucket_bytes=bucket_bytes, last=last, recorder=self.recorder, level=zero
+            )
+        elif step_early and comm.size > 1:
+            self.buckets = EarlyBuckets(
+                self.params,
+                self.comm,
+                bucket_bytes=bucket_bytes,
+                last=last,
+                comm_hook=self.recorder.comm_hook(comm_hook),
+                recorder=self.recorder,
             )
         else:
             self.buckets = GradientBucketManager(
@@ -204,6 +219,8 @@ class DistributedDataParallel:
         """
         if isinstance(self.buckets, ShardedBuckets):
             return ShardedOptimizer(self.buckets, rule, decays=decays)
+        if isinstance(self.buckets, EarlyBuckets):
+            return EarlyOptimizer(self.buckets, rule, decays=decays)
         return Optimizer(self.params, rule, decays=decays)
 
     def clip_by_global_norm(self, max_norm: float) -> float:

@@ -32,6 +32,7 @@ from typing import NoReturn
 from distributed.clipping import joint_norm
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.work import JoinedWork
+from distributed.data_parallel.arrivals import Arrival, waiting_for_values
 from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketManager
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.trace.recorder import Recorder
@@ -168,7 +169,7 @@ class ShardedBuckets(GradientBucketManager):
         if not self._keeps_whole:  # memory that is done with can go
             for other in self.buckets:
                 if other.work is not None and not other.is_landed and other.work.test():
-                    self._settle(other)
+                    self.settle(other)
         return super()._launch(bucket)
 
     def _land(self, bucket: Bucket) -> None:
@@ -216,7 +217,7 @@ class ShardedOptimizer(Optimizer):
         for flat in self._flats_with_master:
             flat.drop_master()
         self._buckets = buckets
-        self._gathers: list[_Gather] = []
+        self._arrivals: list[Arrival] = []
 
     def step(self) -> None:
         """Update this rank's shards, and launch what brings everybody's to all. Collective.
@@ -230,20 +231,32 @@ class ShardedOptimizer(Optimizer):
         for number, (part, state) in enumerate(self._ranges):
             grad, master = self._buckets.shard_grad(number), self._masters[number]
             if master is None:
-                self._update(part, part.data, grad, state, lr)
+                self._update(part, part.data, grad, state, lr, self.num_steps)
             else:
                 _follow(master, part.data)
-                self._update(part, master, grad, state, lr)
+                self._update(part, master, grad, state, lr, self.num_steps)
                 part.data[...] = master
         self.num_steps += 1
         moved = [b.range for b in self._buckets.buckets if any(p.requires_grad for p in b.range.params)]
-        self._gathers = [_Gather(part, self._buckets) for part in reversed(moved)]  # the first layers first
+        self._arrivals = [self._gather(part) for part in reversed(moved)]  # the first layers first
+
+    def _gather(self, part: FlatRange) -> Arrival:
+        """Launch what brings a bucket's parameters to all ranks."""
+        comm, recorder = self._buckets.comm, self._buckets.recorder
+        size = f"{part.data.nbytes / 2**20:.2f} MiB"
+        work = recorder.watch("gather", size, lambda: gather_shards(part.data, comm))
+
+        def bring() -> None:
+            with waiting_for_values(part, comm, recorder):
+                work.wait()
+
+        return Arrival(part, bring)
 
     def finish(self) -> None:
         """Block until all parameters are there."""
-        for gather in self._gathers:
-            gather.land()
-        self._gathers = []
+        for arrival in self._arrivals:
+            arrival.land()
+        self._arrivals = []
 
     def state_arrays(self) -> NoReturn:
         """Refuse: there are only shards here.
@@ -274,28 +287,3 @@ def _follow(master: Array, values: Array) -> None:
     assigned = master.astype(values.dtype).view(bits) != values.view(bits)
     if assigned.any():
         master[assigned] = values[assigned]
-
-
-class _Gather:
-    """One bucket's parameters on their way to all ranks; hidden until they are there."""
-
-    def __init__(self, part: FlatRange, buckets: ShardedBuckets) -> None:
-        self._part = part
-        self._buckets = buckets
-        self._work: Work | None = buckets.recorder.watch(
-            "gather", f"{part.data.nbytes / 2**20:.2f} MiB", lambda: gather_shards(part.data, buckets.comm)
-        )
-        for p in part.params:
-            p.defer(self.land)
-
-    def land(self) -> None:
-        """Block until they are there, and show them."""
-        if self._work is None:
-            return
-        comm, name = self._buckets.comm, self._part.params[0].name
-        with self._buckets.recorder.span("wait", f"parameters {name} ..."), comm.waiting_for(f"parameters {name} ..."):
-            self._work.wait()
-        self._work = None
-        for p in self._part.params:
-            p.restore()
-        self._part.note_change("the optimizer")

@@ -316,7 +316,7 @@ class LocalStages:
     def set_tied_aside(self) -> list[tuple[Parameter, Array]]:
         """Take the gradients of tied parameters off them: they are sums over ranks already, unlike those to come."""
         before = [(p, p.grad.copy()) for p in self._trainable_tied() if p.has_grad and p.grad is not None]
-        for p in self._trainable_tied():
+        for p, _ in before:
             p.grad = None
         return before
 

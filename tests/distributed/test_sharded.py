@@ -86,11 +86,11 @@ def test_shards_of_a_pipeline_train_to_the_same_bits(ranks, schedule):
 
 
 @pytest.mark.soak
-@pytest.mark.ranks(4, 6, 8)
+@pytest.mark.ranks(2, 3, 4, 6, 8, 12)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rule", RULES)
 def test_shards_train_to_the_same_bits_with_every_schedule(ranks, schedule, rule):
-    for pp in (pp for pp in (2, 4) if ranks.size % pp == 0 and ranks.size // pp in SAMPLES):
+    for pp in (pp for pp in (1, 2, 4) if ranks.size % pp == 0 and 1 < ranks.size // pp <= 4):
         without = ranks.run(lambda comm, pp=pp: train(comm, 0, pp=pp, schedule=schedule, rule=rule))
         for zero in LEVELS:
             run = ranks.run(lambda comm, pp=pp, zero=zero: train(comm, zero, pp=pp, schedule=schedule, rule=rule))

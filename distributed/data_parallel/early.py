@@ -1,0 +1,158 @@
+"""A step before all gradients are there: each bucket's parameters are updated when it has arrived.
+
+    backward   ...|b0|b1|b2|
+    messages       ---0--- ---1--- ---2---
+    wait()                 |                    every rank has come to the end of its backward: nobody gives it up
+    step()                 |u0|                 what has arrived; the rest is hidden
+    forward                   |..u1..|..u2..|   waits for a bucket where it reads the first parameter of it
+
+The contract is another one than that of the plain step. `wait()` has agreed that all ranks take this step, so that
+`cancel` works as ever; what fails after it, a message that never comes, ends the run. `.grad` of a bucket that is still
+on its way refuses to be read. A norm needs all buckets, so a step that clips waits for them. The bits are those of the
+plain step: the same sums, the same updates, the same numbers of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from distributed.comm.communicator import Communicator
+from distributed.data_parallel.arrivals import Arrival, waiting_for_values
+from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketManager
+from distributed.data_parallel.comm_hooks import CommHook
+from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
+from distributed.trace.recorder import Recorder
+from minigrad.backend import Array
+from minigrad.flat import TensorSlice
+from minigrad.optim import Optimizer, Rule, is_matrix
+from minigrad.parameter import Hold, Parameter, check_usable
+
+RESET = Hold("its bucket of the last step is still on its way; a step and the next forward, or the hooks, wait for it")
+ON_ITS_WAY = Hold(
+    "its grad is still on its way: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm",
+    final=True,
+    partial=True,
+    after_reset=RESET,
+)
+
+
+class EarlyBuckets(GradientBucketManager):
+    """Buckets that may still be on their way when `wait` returns.
+
+    Attributes:
+        arrivals: parameters that an optimizer updates when their bucket is there.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        comm: Communicator,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        last: Sequence[Parameter] = (),
+        comm_hook: CommHook,
+        recorder: Recorder,
+    ) -> None:
+        super().__init__(params, comm, bucket_bytes=bucket_bytes, last=last, comm_hook=comm_hook)
+        self.recorder = recorder
+        self.arrivals: list[Arrival] = []
+
+    def finish(self) -> None:
+        """Block until every bucket is there, and every parameter updated."""
+        for arrival in self.arrivals:
+            arrival.land()
+        self.arrivals = []
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                self.settle(bucket)
+
+    def norm(self, params: Sequence[Parameter]) -> float:
+        check_usable(params, "the norm of", in_part=True)
+        self.finish()
+        return super().norm(params)
+
+    def whole_grads(self) -> dict[str, Any]:
+        self.finish()
+        return super().whole_grads()
+
+    def start(self, reached: Sequence[Parameter], share: float | None = None) -> None:
+        self.finish()  # where no step was taken, and where nobody has read a parameter since
+        super().start(reached, share)
+
+    def reset(self, share: float | None = None) -> None:
+        self.finish()
+        super().reset(share)
+
+    def _wait_for_step(self) -> Any:
+        flags = self._wait_for_flags()
+        if flags[-1]:
+            self._wait_for_all()
+        return flags
+
+    def _land(self, bucket: Bucket) -> None:
+        for p in bucket.range.params:
+            if p.hold is ON_ITS_WAY:
+                p.hold = self._reduced
+            elif p.hold is RESET:
+                p.hold = UNREDUCED
+
+    def _final_hold(self, p: Parameter) -> Hold:
+        return self._reduced if self._bucket_of[p].is_landed else ON_ITS_WAY
+
+
+class EarlyOptimizer(Optimizer):
+    """Updates each bucket's parameters when its gradients are there, some of them in the next forward.
+
+    Args:
+        buckets: of a DistributedDataParallel with step_early=True.
+        rule, decays: see `Optimizer`.
+    """
+
+    def __init__(self, buckets: EarlyBuckets, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> None:
+        super().__init__(buckets.params, rule, decays=decays, parts=[bucket.range for bucket in buckets.buckets])
+        self._buckets = buckets
+
+    def step(self) -> None:
+        """Update what is there, and let the rest follow.
+
+        Raises:
+            RuntimeError: somebody holds one of the gradients.
+        """
+        check_usable(self.params, "optimizer.step() with", in_part=True)
+        for arrival in self._buckets.arrivals:  # of a step before, if nobody has read them
+            arrival.land()
+        lr, step = self.lr, self.num_steps
+        self._buckets.arrivals = []
+        for bucket, (_, state) in zip(self._buckets.buckets, self._ranges, strict=True):
+            wait, update = self._parts_of_step(bucket, state, lr, step)
+            if bucket.work is None or bucket.is_landed or bucket.work.test():
+                wait()
+                update()
+            else:
+                self._buckets.arrivals.append(Arrival(bucket.range, wait, update))
+        self.num_steps += 1
+
+    def state_slices(self) -> Iterator[tuple[str, TensorSlice]]:
+        self._buckets.finish()
+        return super().state_slices()
+
+    def _parts_of_step(
+        self, bucket: Bucket, state: dict[str, Array], lr: float, step: int
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return what waits for a bucket, and what updates its parameters."""
+        part, buckets = bucket.range, self._buckets
+
+        def wait() -> None:
+            if bucket.work is not None and not bucket.is_landed:
+                with waiting_for_values(part, buckets.comm, buckets.recorder):
+                    buckets.settle(bucket)
+
+        def update() -> None:
+            # Not `part.grad`: zero_grad has come in between, perhaps, and would have it filled with zeros.
+            self._update(part, part.data, part.flat.grad_slice(part.start, part.stop), state, lr, step)
+
+        return wait, update
+
+    def _new_whole_step(self) -> None:
+        return None

@@ -1,0 +1,204 @@
+"""A step that begins before all gradients are there: the plain step's bits, and what must wait does."""
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from distributed import DistributedDataParallel, Mesh, SoloCommunicator
+from distributed.data_parallel.early import EarlyOptimizer
+from minigrad import nn, optim, rng
+from minigrad.models import gpt
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
+
+CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=2, num_heads=2, width=8, dropout=0.1)
+
+
+class Late:
+    """Work that is there only when somebody waits for it."""
+
+    def __init__(self, work):
+        self.work = work
+        self.is_waited_for = False
+
+    def test(self):
+        return self.is_waited_for
+
+    def wait(self):
+        self.is_waited_for = True
+        return self.work.wait()
+
+
+def late(log):
+    """Return a comm hook whose messages arrive as late as can be."""
+
+    def hook(grad, comm):
+        log.append(Late(comm.allreduce(grad)))
+        return log[-1]
+
+    return hook
+
+
+def train(comm, step_early, *, pp=1, schedule="1f1b", rule=None, max_norm=None, zero_first=True):
+    mesh = Mesh(comm, dp=comm.size // pp, pp=pp)
+    stages = PipelineStage.of(gpt.layers(CONFIG), mesh.pp, SCHEDULES[schedule], dtype=np.float64)
+    works = []
+    ddp = DistributedDataParallel(
+        stages, mesh.dp, bucket_bytes=2000, comm_hook=late(works), step_early=step_early, check_every=2
+    )
+    optimizer = ddp.optimizer(rule or optim.AdamW(lambda step: 0.01 / (1 + step)))
+    pipe = PipelineExecutor(stages, mesh.pp, SCHEDULES[schedule], num_microbatches=2, loss_fn=mg.cross_entropy)
+    losses, num_late = [], 0
+    for step in range(3):
+        ids = np.random.default_rng(step).integers(0, CONFIG.vocab_size, (2 * mesh.dp.size, 7))
+        own = ids[2 * mesh.dp.rank : 2 * mesh.dp.rank + 2]
+        if zero_first:
+            optimizer.zero_grad()
+        hooks = ddp.hooks(num_samples=len(own))
+        with rng.scope(seed=1, step=step, first_sample=ddp.first_sample):
+            losses.append(pipe.step(own[:, :-1], own[:, 1:], hooks=hooks))
+        ddp.wait()
+        if max_norm is not None:
+            ddp.clip_by_global_norm(max_norm)
+        optimizer.step()
+        num_late += sum(not work.is_waited_for for work in works)
+        if not zero_first:
+            optimizer.zero_grad()
+    state = {name: held.array.copy() for name, held in optimizer.state_slices()}
+    return losses, {p.name: p.data.copy() for p in stages.parameters()} | state, num_late
+
+
+def check_same(early, plain):
+    for (losses, values, _), (plain_losses, plain_values, _) in zip(early, plain, strict=True):
+        assert losses == plain_losses
+        assert values.keys() == plain_values.keys()
+        for name, value in values.items():
+            np.testing.assert_array_equal(value, plain_values[name], err_msg=name)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_an_early_step_has_the_bits_of_a_plain_one(ranks, zero_first):
+    plain = ranks.run(lambda comm: train(comm, False))
+    early = ranks.run(lambda comm: train(comm, True, zero_first=zero_first))
+    check_same(early, plain)
+    assert [num_late for *_, num_late in plain] == [0] * ranks.size
+    assert min(num_late for *_, num_late in early) > 3  # buckets were on their way when the step was over
+
+
+@pytest.mark.ranks(4)
+def test_an_early_step_of_a_pipeline_has_the_bits_of_a_plain_one(ranks):
+    plain = ranks.run(lambda comm: train(comm, False, pp=2, schedule="zero_bubble_h1"))
+    early = ranks.run(lambda comm: train(comm, True, pp=2, schedule="zero_bubble_h1"))
+    check_same(early, plain)
+    assert min(num_late for *_, num_late in early) > 3
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_clips_waits_for_all_and_has_the_same_bits(ranks):
+    plain = ranks.run(lambda comm: train(comm, False, max_norm=0.3))
+    early = ranks.run(lambda comm: train(comm, True, max_norm=0.3))
+    check_same(early, plain)
+    assert [num_late for *_, num_late in early] == [0, 0]
+
+
+class Two(nn.Module):
+    """Two layers, each in a bucket of its own."""
+
+    def __init__(self):
+        self.first = mg.Parameter(np.ones((2, 2)), "first")
+        self.second = mg.Parameter(np.ones((2, 2)), "second")
+
+    def __call__(self, x):
+        return mg.matmul(mg.matmul(x, self.first), self.second)
+
+
+def one_step(comm, *, take=True):
+    """Return a model after one early step of SGD, and its works: of `second`, then of `first`."""
+    works, model = [], Two()
+    ddp = DistributedDataParallel(model, comm, bucket_bytes=1, comm_hook=late(works), step_early=True)
+    optimizer = ddp.optimizer(optim.SGD(1.0))
+    mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+    ddp.wait()
+    if take:
+        optimizer.step()
+    return model, ddp, optimizer, works
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_waits_only_for_what_it_reads(ranks):
+    def program(comm):
+        model, _, _, (second, first) = one_step(comm)
+        assert not first.is_waited_for
+        hidden = mg.matmul(np.ones((1, 2)), model.first)
+        assert first.is_waited_for
+        assert not second.is_waited_for
+        np.testing.assert_array_equal(hidden.data, -2)  # 1 - 2 in each weight
+        mg.matmul(hidden, model.second)
+        assert second.is_waited_for
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_on_its_way_cannot_be_read(ranks):
+    def program(comm):
+        model, _, optimizer, _ = one_step(comm)
+        with pytest.raises(RuntimeError, match=r"reading \.grad of 'second': its grad is still on its way"):
+            model.second.grad  # noqa: B018
+        with pytest.raises(RuntimeError, match="its grad is still on its way"):
+            optim.Optimizer(model.parameters(), optim.SGD(1.0)).step()
+        assert model.second.data[0, 0] == -1
+        np.testing.assert_array_equal(model.second.grad, 2)  # it has arrived
+        optimizer.zero_grad()
+        assert model.second.grad is None
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_is_not_taken_leaves_nothing_behind(ranks):
+    def program(comm):
+        model, ddp, optimizer, works = one_step(comm, take=False)
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="its bucket of the last step is still on its way"):
+            mg.backward(mg.sum(model(np.ones((1, 2)))))
+        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+        ddp.wait()
+        optimizer.step()
+        assert [work.is_waited_for for work in works] == [True, True, False, False]
+        np.testing.assert_array_equal(model.first.data, -1)
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_that_one_rank_gives_up_is_no_step(ranks):
+    def program(comm):
+        model = Two()
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, step_early=True)
+        hooks = ddp.hooks(num_samples=1)
+        if comm.rank == 0:
+            ddp.cancel()
+        else:
+            mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), hooks)
+            with pytest.raises(RuntimeError, match="dropped on all ranks"):
+                ddp.wait()
+        optimizer = ddp.optimizer(optim.SGD(1.0))
+        with pytest.raises(RuntimeError, match="its grad is this rank's own"):
+            optimizer.step()
+
+    ranks.run(program)
+
+
+def test_one_rank_alone_steps_at_once():
+    ddp = DistributedDataParallel(Two(), SoloCommunicator(), step_early=True)
+    assert type(ddp.optimizer(optim.SGD(1.0))) is not EarlyOptimizer
+
+
+@pytest.mark.ranks(2)
+def test_shards_do_not_step_early(ranks):
+    def program(comm):
+        with pytest.raises(ValueError, match="zero=1 does not go with step_early"):
+            DistributedDataParallel(Two(), comm, zero=1, step_early=True)
+
+    ranks.run(program)
