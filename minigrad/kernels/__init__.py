@@ -23,6 +23,8 @@ import functools
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -61,6 +63,24 @@ def _of_gpu_arrays(*arrays: Any) -> Any:
     if any(xp_of(x) is np or x.dtype != dtype for x in arrays):
         return _REFERENCE
     return _gpu()
+
+
+@contextmanager
+def replaced(name: str, replacement_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Let something else stand for a kernel of the CPU in every thread, to watch it.
+
+    Args:
+        replacement_of: given the kernel of a table, returns what takes its place.
+    """
+    tables = [_REFERENCE, _cpu()] if _cpu() is not _REFERENCE else [_REFERENCE]
+    before = [getattr(table, name) for table in tables]
+    try:
+        for table, kernel in zip(tables, before, strict=True):
+            setattr(table, name, replacement_of(kernel))
+        yield
+    finally:
+        for table, kernel in zip(tables, before, strict=True):
+            setattr(table, name, kernel)
 
 
 def describe() -> str:

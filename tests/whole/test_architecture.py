@@ -60,6 +60,7 @@ RULES = {
     "minigrad.models": Rule(
         TENSORS | {"minigrad.ops", "minigrad.nn", "safetensors", "msgspec"}, "minigrad.models.gpt -> distributed.stop"
     ),
+    "minigrad.profiling": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.profiling.calls -> minigrad.ops.linalg"),
     "minigrad.generate": Rule(EVERYTHING, "minigrad.generate.__main__ -> torch"),  # an application, see below
     # Ranks. Tensors and layers are known where parameters are, ops nowhere.
     "distributed.comm": Rule(
