@@ -278,6 +278,7 @@ class Optimizer:
         """Return whether some optimizer has a parameter's values in full, and the parameter only in less precision."""
         return False
 
+    @habits.own_options
     def zero_grad(self) -> None:
         """Mark all gradients fresh, in place: a bucket may own the memory."""
         zero_grad(self.params)

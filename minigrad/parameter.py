@@ -170,7 +170,7 @@ class Parameter(Tensor):
 
         def __getattr__(self, name: str) -> Any:
             if name != "_data" or self._awaited is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+                return object.__getattribute__(self, name)  # raises, with what is to be said of this name
             self._awaited[-1]()
             return self._data
 

@@ -51,6 +51,15 @@ def test_what_advice_names_is_there() -> None:
             found = getattr(found, name)
 
 
+def test_a_parameter_has_the_habits_of_a_tensor() -> None:
+    p = mg.Parameter(np.ones(2), "p")
+    for owned in (False, True):
+        if owned:
+            optim.Optimizer([p], optim.SGD(0.1))
+        with pytest.raises(AttributeError, match=r"^Parameter has no 'numel': write x\.size$"):
+            p.numel()
+
+
 @pytest.mark.parametrize("make", [lambda: leaf(2), lambda: mg.Parameter(np.ones(2), "p"), lambda: nn.Sequential([])])
 def test_a_name_that_nobody_has_is_pythons_error(make: Callable[[], Any]) -> None:
     with pytest.raises(AttributeError, match=r"^'\w+' object has no attribute 'nonsense'$"):

@@ -114,7 +114,7 @@ def test_the_rate_is_the_share_that_is_dropped(rate: float) -> None:
 def test_a_mask_is_drawn_in_a_scope() -> None:
     assert rng.current_scope() is None
     with pytest.raises(
-        RuntimeError, match=r"dropout 'drop' draws keyed .*: run the forward in rng\.scope\(seed=, step=\)"
+        RuntimeError, match=r"dropout 'drop' draws keyed .*: run the forward in minigrad\.rng\.scope\(seed=, step=\)"
     ):
         rng.keep_mask("drop", (2, 3), 0.5)
     with rng.offset(2), pytest.raises(RuntimeError, match="dropout 'drop' draws keyed random numbers"):
