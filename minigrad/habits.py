@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-_NO_GRADIENT = "it has no gradient, so take x.data.{name}(...)"
+_NO_GRADIENT = "x.data.{name}(...): it has no gradient"
 _IN_PLACE = "with minigrad.no_grad(): x += ..., or x.data = ..."
 
 # Attributes of a tensor, beside the names of ops: `x.exp()` is `minigrad.exp(x)`.
@@ -20,7 +20,7 @@ TENSOR = {
     "numpy": "x.data, which is the array (on a GPU minigrad.backend.to_host(x.data))",
     "cpu": "minigrad.backend.to_host(x.data)",
     "cuda": "nn.ParamGetter(device='cuda') for a model, minigrad.backend.place(array, 'cuda') for data",
-    "to": "x.astype(dtype) for a dtype; a device is chosen where a model is made: nn.ParamGetter(device='cuda')",
+    "to": "x.astype(dtype), or nn.ParamGetter(device='cuda') where a model is made",
     "device": "minigrad.backend.xp_of(x.data), which is numpy or cupy",
     "is_cuda": "minigrad.backend.xp_of(x.data) is not numpy",
     "type": "x.astype(dtype)",
@@ -86,10 +86,10 @@ TENSOR = {
         for name in ("all", "any", "argmax", "argmin", "argsort", "nonzero", "round")
     },
     **{
-        name: f"it has no gradient, so take numpy.{name}(x.data)"
+        name: f"numpy.{name}(x.data): it has no gradient"
         for name in ("ceil", "floor", "isfinite", "isinf", "isnan", "sign", "sort", "unique")
     },
-    "topk": "it has no gradient, so take numpy.argsort(x.data)[..., -k:]",
+    "topk": "numpy.argsort(x.data)[..., -k:]: it has no gradient",
     **dict.fromkeys(("add_", "sub_", "mul_", "div_", "clamp_", "copy_", "fill_", "zero_", "normal_"), _IN_PLACE),
     "requires_grad_": "x.requires_grad = True",
     "detach_": "x = x.detach()",
@@ -101,11 +101,11 @@ TENSOR = {
 
 # Attributes of a module.
 MODULE = {
-    "to": "the device and dtype of its getter: nn.ParamGetter(device='cuda', dtype=...)",
-    "cuda": "the device of its getter: nn.ParamGetter(device='cuda')",
-    "cpu": "the device of its getter: nn.ParamGetter(device='cpu')",
-    "float": "the dtype of its getter: nn.ParamGetter(dtype=numpy.float32)",
-    "double": "the dtype of its getter: nn.ParamGetter(dtype=numpy.float64)",
+    "to": "nn.ParamGetter(device='cuda', dtype=...) where it is made",
+    "cuda": "nn.ParamGetter(device='cuda') where it is made",
+    "cpu": "nn.ParamGetter(device='cpu') where it is made",
+    "float": "nn.ParamGetter(dtype=numpy.float32) where it is made",
+    "double": "nn.ParamGetter(dtype=numpy.float64) where it is made",
     "half": "minigrad.precision.use_precision(model.parameters(), 'float16')",
     "bfloat16": "minigrad.precision.use_precision(model.parameters(), 'bfloat16')",
     "forward": "model(x), and name the method __call__ in a class of your own",
@@ -126,7 +126,7 @@ MODULE = {
     "compile": "nothing; a training step on a GPU becomes one CUDA graph with minigrad.cuda_graph.CapturedStep",
     "share_memory": "nothing: ranks are processes, distributed.DistributedDataParallel",
     "device": "minigrad.backend.xp_of(p.data) of a parameter, which is numpy or cupy",
-    "dtype": "the dtype of a parameter",
+    "dtype": "p.dtype of a parameter",
 }
 
 _NUMPY_ARRAYS = {name: f"numpy.{name}(...): every op takes arrays" for name in ("arange", "eye", "linspace")}
@@ -163,7 +163,7 @@ PACKAGES = {
         "save": "distributed.checkpoint.Checkpointer, or numpy.savez(path, **model.state_dict())",
         "load": "distributed.checkpoint.Checkpointer, or model.load_state_dict(numpy.load(path))",
         "compile": "nothing; a training step on a GPU becomes one CUDA graph with minigrad.cuda_graph.CapturedStep",
-        "device": "the name: nn.ParamGetter(device='cuda')",
+        "device": "nn.ParamGetter(device='cuda')",
         "cuda": "minigrad.backend.use_gpu(index), and nn.ParamGetter(device='cuda')",
         "inference_mode": "minigrad.no_grad()",
         "set_grad_enabled": "minigrad.no_grad() or minigrad.enable_grad()",
@@ -186,7 +186,7 @@ PACKAGES = {
         "ModuleDict": "a dict: self.layers = {...}",
         "ParameterList": "a list: self.weights = [...]",
         "ParameterDict": "a dict: self.weights = {...}",
-        "Identity": "leave it out, or lambda x: x",
+        "Identity": "nothing, or lambda x: x",
         "BatchNorm1d": "nn.BatchNorm(param, width), for any number of axes",
         "BatchNorm2d": "nn.BatchNorm(param, width), for any number of axes",
         "BatchNorm3d": "nn.BatchNorm(param, width), for any number of axes",
@@ -195,7 +195,7 @@ PACKAGES = {
         "utils": "optim.clip_by_global_norm(params, max_norm), or Optimizer(..., max_norm=...)",
     },
     "minigrad.optim": {
-        "lr_scheduler": "lr_schedule: a rule takes a function of the step, AdamW(lr=lr_schedule.warmup_cosine(...))",
+        "lr_scheduler": "AdamW(lr=lr_schedule.warmup_cosine(...)): a rule takes a function of the step",
         "RMSprop": "a rule of your own, with init and update: see optim.Rule",
         "Adagrad": "a rule of your own, with init and update: see optim.Rule",
     },

@@ -97,7 +97,7 @@ def keep_mask(name: str, shape: tuple[int, ...], rate: float) -> Array:
     now = _scope.get()
     if now is None:
         raise RuntimeError(
-            f"dropout {name!r} draws keyed random numbers: run the forward in minigrad.rng.scope(seed=..., step=...)"
+            f"dropout {name!r} draws keyed random numbers: run the forward in minigrad.rng.scope(seed=, step=)"
         )
     if name in now.used:
         raise RuntimeError(f"dropout {name!r} ran twice in one forward: its masks would be equal; name a second layer")
