@@ -30,7 +30,7 @@ from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.trainer import Trainer
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import GPT, MLP, GPTConfig
-from minigrad.optim import SGD, Optimizer
+from minigrad.optim import SGD, AdamW, Optimizer
 
 MLP_WIDTHS = [784, 128, 127, 126, 125, 124, 123, 10]  # of ShallowSpeed, which trains it with SGD
 POLL_SECONDS = 200e-6  # of a process that sleeps while messages travel
@@ -84,6 +84,37 @@ class GPTSteps:
         def step() -> None:
             self.ready.append([])
             train()
+
+        return step
+
+    def plain(self) -> Step:
+        """Reduce inside the backward, and take no norm: what the next three are measured against."""
+        return self._loop()
+
+    def early(self) -> Step:
+        """Begin the step before all buckets are there."""
+        return self._loop(step_early=True)
+
+    def zero1(self) -> Step:
+        """Share out the optimizer's state."""
+        return self._loop(zero=1)
+
+    def zero2(self) -> Step:
+        """Share out gradients too."""
+        return self._loop(zero=2)
+
+    def _loop(self, **options: Any) -> Step:
+        """Return a step without a trainer."""
+        model = GPT(self.config)
+        ddp = DistributedDataParallel(model, self.comm, **options)
+        optimizer = ddp.optimizer(AdamW(LEARNING_RATE))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(self.x), self.y)
+            backward_with_hooks(loss, ddp.hooks(num_samples=len(self.x)))
+            ddp.wait()
+            optimizer.step()
 
         return step
 

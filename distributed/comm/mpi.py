@@ -214,7 +214,8 @@ class MPICommunicator(Communicator):
         return self._collective(Call("allreduce", array, op=op), steps)
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        steps = self._reduction.reduce_own_slice(flat, op)
+        shared = next((buffer for buffer in self._shared if buffer.holds(flat) and not buffer.spans_hosts), None)
+        steps = self._reduction.reduce_own_slice(flat, op) if shared is None else shared.reduce_scatter(flat, op)
         return self._collective(Call("reduce_scatter", flat, op=op), steps)
 
     def _allgather(self, array: Array) -> Work:

@@ -78,8 +78,23 @@ class SharedBuffer:
         offset = _address(array) - _address(self.memory)
         return offset >= 0 and 0 < array.nbytes <= self.memory.nbytes - offset
 
+    @property
+    def spans_hosts(self) -> bool:
+        return self._between is not None
+
+    def reduce_scatter(self, array: Array, op: ReduceOp) -> Steps:
+        """Reduce this rank's slice of an array that this buffer holds, on one host; at the same place on every rank."""
+        assert self._between is None
+        size = array.size // len(self._memory)
+        yield from self._reduce(array, op, everywhere=False)
+        return array[self._window.rank * size : (self._window.rank + 1) * size]
+
     def allreduce(self, array: Array, op: ReduceOp) -> Steps:
         """Reduce an array that this buffer holds; at the same place on every rank."""
+        return (yield from self._reduce(array, op, everywhere=True))
+
+    def _reduce(self, array: Array, op: ReduceOp, *, everywhere: bool) -> Steps:
+        """Reduce this rank's slice, and write it into the arrays of all ranks, or into its own alone."""
         self._num_launched += 1
         number = self._num_launched
         offset = _address(array) - _address(self.memory)
@@ -92,7 +107,7 @@ class SharedBuffer:
         while self._num_summed < number - 1 or not self._all_have(_ARRIVED, number):
             yield
         if self._between is None:
-            reduce_in_rank_order(parts, op, parts)
+            reduce_in_rank_order(parts, op, parts if everywhere else [parts[self._window.rank]])
             self._num_summed = number
         else:
             total = combine(parts, op, widened(np.empty_like(parts[0])))

@@ -749,3 +749,18 @@ def test_abort_ends_the_program_with_rank_and_message(abort):
 
 def _abort(comm):
     comm.abort("no data")
+
+
+def test_a_slice_of_a_buffer_is_reduced_to_slices(ranks):
+    def program(comm):
+        buffer = comm.buffer(3 * comm.size + 2, np.float64)
+        for step in range(3):
+            buffer[:] = np.arange(buffer.size) + comm.rank + step
+            part = buffer[1 : 1 + 2 * comm.size]
+            own = comm.reduce_scatter(part).wait()
+            first = 1 + 2 * comm.rank
+            expected = comm.size * (np.arange(first, first + 2) + step) + sum(range(comm.size))
+            np.testing.assert_array_equal(own, expected)
+            np.testing.assert_array_equal(buffer[first : first + 2], expected)
+
+    ranks.run(program)

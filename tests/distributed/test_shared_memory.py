@@ -74,6 +74,25 @@ def test_a_rank_is_done_only_when_all_are():
     assert next(steps[1], "end") == "end"
 
 
+def test_a_reduction_to_slices_writes_each_rank_its_own_and_nothing_else():
+    buffers = make_buffers(2, 32)
+    arrays = [buffer.memory.view(np.float64) for buffer in buffers]
+    for rank, array in enumerate(arrays):
+        array[:] = np.arange(4) + 10 * rank
+    steps = [buffer.reduce_scatter(array, ReduceOp.MEAN) for buffer, array in zip(buffers, arrays, strict=True)]
+    results = [None, None]
+    while any(result is None for result in results):
+        for rank in (0, 1):
+            if results[rank] is None:
+                try:
+                    next(steps[rank])
+                except StopIteration as end:
+                    results[rank] = end.value
+    np.testing.assert_array_equal(results, [[5, 6], [7, 8]])
+    np.testing.assert_array_equal(arrays, [[5, 6, 2, 3], [10, 11, 7, 8]])
+    assert np.shares_memory(results[1], arrays[1])
+
+
 class Elsewhere:
     """The other hosts: each sum comes back when a test lets it."""
 
