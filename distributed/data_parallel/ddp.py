@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
 import numpy as np
 
@@ -293,12 +293,15 @@ class DistributedDataParallel:
         with self.comm.waiting_for("the fingerprints of all ranks' weights"):
             check_equal(self.params, self.comm)
 
-    def mean(self, value: float) -> float:
+    def mean(self, value: SupportsFloat) -> float:
         """Average a number over ranks, weighted as the gradients of the last `hooks`.
 
         Collective: every rank calls it, in the same place of the step, also those that will not print the result.
+
+        Args:
+            value: a number, or a loss.
         """
-        total = np.array([value * self.share])
+        total = np.array([float(value) * self.share])
         waiting = self.comm.waiting_for("ddp.mean(...), which every rank has to call")
         with self.recorder.span("wait", "mean"), waiting:
             return float(self.comm.allreduce(total).wait()[0])

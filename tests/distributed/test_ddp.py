@@ -234,6 +234,7 @@ def test_mean_weighs_as_the_gradients_do(ranks):
         ddp = DistributedDataParallel(Weights(w=1.0), comm)
         values = np.arange(comm.size) ** 2
         assert ddp.mean(comm.rank**2) == pytest.approx(values.mean(), rel=1e-12)
+        assert ddp.mean(mg.Tensor(float(comm.rank**2))) == pytest.approx(values.mean(), rel=1e-12)
         counts = samples_by_rank(0, comm.size)
         ddp.hooks(num_samples=counts[comm.rank])
         assert ddp.mean(comm.rank**2) == pytest.approx(np.average(values, weights=counts), rel=1e-12)
