@@ -1,12 +1,17 @@
-"""The site's own part of `make docs`: README is its first page, and links out of docs/ name the files they mean."""
+"""The site's own part of `make docs`: README is its first page, links out of docs/ name the files they mean, and the
+page of ops begins with a table of them.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from minigrad import ops
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,6 +20,23 @@ def on_files(files: Files, config: Any) -> Files:
     """Add README.md as the first page."""
     files.append(File.generated(config, "index.md", content=as_page((ROOT / "README.md").read_text())))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Put a table of all ops where a page asks for one."""
+    return markdown.replace("<!-- ops -->", ops_table()) if "<!-- ops -->" in markdown else markdown
+
+
+def ops_table() -> str:
+    """Return all ops with their signatures and first lines."""
+    rows = ["| op | what it does |", "|---|---|"]
+    for name in ops.__all__:
+        function = getattr(ops, name)
+        given = inspect.signature(function).parameters.values()
+        signature = str(inspect.Signature([p.replace(annotation=p.empty) for p in given]))
+        first_line = (inspect.getdoc(function) or "").splitlines()[0].replace("|", "\\|")
+        rows.append(f"| [`{name}{signature}`][{function.__module__}.{name}] | {first_line} |")
+    return "\n".join(rows)
 
 
 def as_page(readme: str) -> str:
