@@ -1,58 +1,72 @@
-"""`python -m pipeline compare`: schedules in one table."""
+"""`python -m pipeline compare`: schedules in one table, on the same ranks with the same work."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from pipeline.cli import flags
-from pipeline.cli.schedule_flags import BOUNDARIES, MICROBATCHES, NAMES, RANKS, TIMES, add_messages, add_microbatches
-from pipeline.schedules.schedule import SCHEDULES
-from pipeline.schedules.simulate import simulate
+from pipeline.cli.schedule_flags import BOUNDARIES, MICROBATCHES, RANKS, add_microbatches
+from pipeline.cli.work_flags import add_work, candidates_of, values_of
+from pipeline.schedules.compare import Result, Work, at_size, measure, peaks_of, timeline_of, to_csv, to_json
+from pipeline.schedules.drawing.svg import picture, stacked, svg
 
 HELP = "compare schedules in one table"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `compare` takes."""
-    parser.add_argument("schedules", nargs="*", default=list(SCHEDULES), help="names or .csv files (default: all)")
+    add_work(parser)
     parser.add_argument("--ranks", type=flags.count, default=RANKS, metavar="P", help=f"ranks (default {RANKS})")
     add_microbatches(parser)
-    for option, what in TIMES.items():
-        help_text = f"time of {what} of one micro-batch on all stages of a rank (default 1)"
-        parser.add_argument(f"--{option}", type=flags.duration, default=1.0, metavar="T", help=help_text)
-    add_messages(parser)
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the numbers as a table")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw all against the same time, one below the other")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print one row a schedule, on the same ranks with the same work."""
-    schedules = [flags.find_schedule(name, NAMES) for name in arguments.schedules]
-    for schedule in schedules:
-        num_boundaries = schedule.num_stages(arguments.ranks) - 1
-        of_what = f"{BOUNDARIES} under {schedule.name}"
-        flags.check_length("--message-bytes", arguments.message_bytes, num_boundaries, of_what)
+    """Print one row a schedule, and write the files that are asked for."""
     num_microbatches = MICROBATCHES if arguments.microbatches is None else arguments.microbatches
+    sizes = arguments.ranks, num_microbatches
     flags.check_size(2 * arguments.ranks * num_microbatches)
-    print(f"{arguments.ranks} ranks, {num_microbatches} micro-batches")
-    print(f"{'':18}makespan  bubble/ideal  bubble/span  efficiency  peak micro-batches a rank")
-    for schedule in schedules:
-        share = 1 / schedule.num_chunks  # of a rank's work, that one stage has
+    work = Work(**values_of(arguments))
+    rows: list[str] = []
+    results: list[Result] = []
+    drawings = []
+    for name, candidate in candidates_of(arguments).items():
         try:
-            orders = flags.orders_of(schedule, arguments.ranks, num_microbatches)
+            schedule = at_size(candidate, *sizes, work)
+            flags.orders_of(schedule, *sizes)
         except ValueError as rule:  # one that does not allow these sizes says so in its row
-            print(f"{schedule.name:16}  {rule}")
+            rows.append(f"{name:16}  {rule}")
             continue
-        timeline = simulate(
-            orders,
-            num_stages=schedule.num_stages(arguments.ranks),
-            forward=arguments.forward * share,
-            backward_input=arguments.backward_input * share,
-            backward_weight=arguments.backward_weight * share,
-            latency=arguments.latency,
-            message_bytes=arguments.message_bytes,
-            bandwidth=arguments.bandwidth,
+        num_stages = schedule.num_stages(arguments.ranks)
+        of_what = f"{BOUNDARIES} under {schedule.name}"
+        flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, of_what)
+        timeline = timeline_of(schedule, *sizes, work)
+        result = measure(schedule, *sizes, work)
+        results.append(result)
+        drawings.append((timeline, f"{name}: {num_stages} stages"))
+        reduced = f"  {result.with_reductions:15.6g}  {result.hidden:6.4f}" if work.gradient_bytes else ""
+        peaks = " ".join(map(flags.amount, peaks_of(schedule, timeline, work)))
+        rows.append(
+            f"{name:16}  {timeline.makespan:8.6g}  {timeline.bubble_fraction:12.4f}  {timeline.span_bubble_rate:11.4f}"
+            f"  {timeline.efficiency:10.4f}{reduced}  {peaks}{'' if result.fits else '  too much'}"
         )
-        peaks = " ".join(f"{peak * share:g}" for peak in timeline.peak_microbatches)
-        print(
-            f"{schedule.name:16}  {timeline.makespan:8.6g}  {timeline.bubble_fraction:12.4f}"
-            f"  {timeline.span_bubble_rate:11.4f}  {timeline.efficiency:10.4f}  {peaks}"
-        )
+    if arguments.csv is not None:
+        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
+    if arguments.svg is not None:
+        longest = max((timeline.makespan for timeline, _ in drawings), default=1.0)
+        drawing = svg(stacked([picture(timeline, title, until=longest) for timeline, title in drawings]))
+        flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
+    if arguments.json:
+        print(to_json(results))
+        return
+    reduced = "  with reductions  hidden" if work.gradient_bytes else ""
+    in_microbatches = (work.activations, work.deferred, work.static) == (1, 0, 0)
+    print(f"{arguments.ranks} ranks, {num_microbatches} micro-batches")
+    print(
+        f"{'':18}makespan  bubble/ideal  bubble/span  efficiency{reduced}"
+        f"  peak {'micro-batches' if in_microbatches else 'memory'} a rank"
+    )
+    print("\n".join(rows))

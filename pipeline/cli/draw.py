@@ -10,7 +10,7 @@ from distributed.trace.perfetto import perfetto
 from pipeline.cli import flags
 from pipeline.cli.schedule_flags import add_simulation, print_costs, timeline_of
 from pipeline.schedules.drawing.png import write_png
-from pipeline.schedules.drawing.svg import picture, svg
+from pipeline.schedules.drawing.svg import DIGIT_WIDTH, picture, svg
 from pipeline.schedules.drawing.text import draw
 from pipeline.schedules.measured import events
 
@@ -20,6 +20,8 @@ HELP = "draw a schedule against time, with its bubble and its memory"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `draw` takes."""
     add_simulation(parser)
+    what = "letters that a line has; what is longer goes on below, in files too"
+    parser.add_argument("--width", type=flags.count, metavar="N", help=what)
     for option, what in (
         ("svg", "write the drawing as SVG"),
         ("png", "write the drawing as PNG, which needs matplotlib"),
@@ -31,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print a schedule against time, and what it costs; write the files that are asked for."""
     title, timeline = timeline_of(arguments)
-    text = draw(timeline)  # first: it may be too wide to draw
-    drawing = picture(timeline, title)
+    text = draw(timeline, width=arguments.width)  # first: it may be too wide to draw
+    drawing = picture(timeline, title, width=arguments.width and DIGIT_WIDTH * arguments.width)
     writers: dict[str, Callable[[Path], object]] = {
         "svg": lambda path: path.write_text(svg(drawing), encoding="utf-8"),
         "png": lambda path: write_png(drawing, path),

@@ -57,7 +57,9 @@ def _numbers(what: str, allows: Callable[[float], bool], *, commas: bool = False
 duration = _numbers("a number above 0", lambda value: 0 < value < math.inf)
 durations = _numbers("a number above 0", lambda value: 0 < value < math.inf, commas=True)
 latency = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf)
+latencies = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, commas=True)
 rate = _numbers("a number above 0, or inf", lambda value: value > 0)
+rates = _numbers("a number above 0, or inf", lambda value: value > 0, commas=True)
 sizes = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, commas=True)
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -80,6 +82,12 @@ def memories(text: str) -> Numbers:
             f"got {text!r}"
         )
     return values if len(values) > 1 else values[0]
+
+
+def amount(value: float) -> str:
+    """Say an amount of memory: from a KiB on it is of bytes, with a unit."""
+    unit, size = next(((u, size) for u, size in reversed(UNITS.items()) if value >= size), ("", 1))
+    return f"{value / size:.4g}{unit}"
 
 
 def memory(text: str) -> float:

@@ -7,15 +7,11 @@ import math
 from pathlib import Path
 
 from pipeline.cli import flags
-from pipeline.schedules.action import Placement
 from pipeline.schedules.csv_file import dump
 from pipeline.schedules.problem import Problem
-from pipeline.schedules.schedule import round_robin, v_shape
-from pipeline.schedules.search import MEASURES, Found, search
+from pipeline.schedules.search import MEASURES, PLACEMENTS, search_placements
 
 HELP = "find the shortest order for given times, links and memory, and how short it could be"
-PLACEMENTS: dict[str, tuple[int, Placement]] = {"one": (1, round_robin), "loop": (2, round_robin), "v": (2, v_shape)}
-"""Stages a rank, and where they are."""
 
 _PER_RANK = {
     "forward": ("time of a forward of one micro-batch", flags.durations, 1.0),
@@ -57,17 +53,15 @@ def run(arguments: argparse.Namespace) -> None:
         names = [name for name in names if {PLACEMENTS[name][0] * arguments.ranks} == lengths]
         if not names:
             raise ValueError(f"numbers with commas must be one for each stage, got {' and '.join(map(str, lengths))}")
-    results: dict[str, Found] = {}
-    refusals = []
-    for name in names:
-        try:
-            results[name] = _search(arguments, name, given, arguments.seconds / len(names))
-        except ValueError as rule:  # this one does not fit, another may
-            refusals.append(rule)
-    if not results:
-        raise refusals[0]
-    best = min(results, key=lambda name: results[name].time)
-    found, (num_chunks, _) = results[best], PLACEMENTS[best]
+    results = search_placements(
+        lambda placement: _problem(arguments, placement, given),
+        names,
+        measure=arguments.measure,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+    )
+    best, found = next(iter(results.items()))
+    num_chunks, _ = PLACEMENTS[best]
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(found.orders), encoding="utf-8"))
     num_stages = num_chunks * arguments.ranks
@@ -78,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"placement {name:18}{other.time:.6g}")
 
 
-def _search(arguments: argparse.Namespace, placement: str, given: dict[str, flags.Numbers], seconds: float) -> Found:
+def _problem(arguments: argparse.Namespace, placement: str, given: dict[str, flags.Numbers]) -> Problem:
     num_chunks, rank_of = PLACEMENTS[placement]
 
     def of_stage(value: flags.Numbers) -> flags.Numbers:
@@ -90,7 +84,7 @@ def _search(arguments: argparse.Namespace, placement: str, given: dict[str, flag
     room = [most - always for most, always in zip(limit, static, strict=True)]
     if min(room) <= 0:
         raise ValueError(f"--memory must be more than --static, got {min(room):g} less")
-    problem = Problem.of(
+    return Problem.of(
         num_ranks=arguments.ranks,
         num_microbatches=arguments.microbatches,
         rank_of=rank_of,
@@ -103,4 +97,3 @@ def _search(arguments: argparse.Namespace, placement: str, given: dict[str, flag
         deferred=of_stage(given["deferred"]),
         limit=room,
     )
-    return search(problem, measure=arguments.measure, seconds=seconds, seed=arguments.seed)

@@ -1,19 +1,23 @@
 """Schedules side by side: the same work on the same ranks, at one size or at many.
 
 Numbers are of a rank: where a schedule has several stages a rank, each has its share of the time and of the memory.
-Memory may be in bytes. Over replicas the gradients of a stage are reduced when its last weight half is done, beside
-what is still to compute; a rank's reductions go one after the other. What is left of them at the end lengthens a step.
+Memory may be in bytes. Over replicas the gradients of a stage are reduced beside what is still to compute; what is left
+of that at the end lengthens a step.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
 
 from pipeline.schedules.problem import Problem
+from pipeline.schedules.reductions import Reductions, end_of_step, hidden_share, reduce_beside
 from pipeline.schedules.schedule import Schedule
-from pipeline.schedules.simulate import Timeline
+from pipeline.schedules.search import PLACEMENTS, search_placements
+from pipeline.schedules.simulate import Time, Timeline, link_of_host, simulate
 
 
 @dataclass(frozen=True)
@@ -21,25 +25,33 @@ class Work:
     """What a micro-batch and a step cost on one rank.
 
     Attributes:
-        latency: time of a message to another rank.
+        latency: time of a message to another rank, beside its bytes.
+        message_bytes: between two stages; one number for all boundaries, or one for each.
+        bandwidth: bytes of a message in a unit of time.
+        ranks_per_host: the messages that leave a host share its link; 0 where no messages share one.
         activations: memory of a micro-batch from F to B.
         deferred: memory of it from B to W.
         static: memory that is always held: weights, their gradients, optimizer state.
         memory: what a rank has.
-        reduction: time to reduce the gradients of a rank over replicas; 0 where there is one replica.
-        reduction_latency: time that each reduction takes besides.
+        gradient_bytes: gradients of a rank, to reduce over replicas; 0 where there is one replica.
+        bucket_bytes, reduction_latency, reduction_bandwidth: see `Reductions`.
     """
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     latency: float = 0.0
+    message_bytes: Time = 0.0
+    bandwidth: float = math.inf
+    ranks_per_host: int = 0
     activations: float = 1.0
     deferred: float = 0.0
     static: float = 0.0
     memory: float = math.inf
-    reduction: float = 0.0
+    gradient_bytes: float = 0.0
+    bucket_bytes: float = math.inf
     reduction_latency: float = 0.0
+    reduction_bandwidth: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,8 @@ class Result:
         peak_memory: the most that a rank holds, `static` included.
         fits: whether every rank has so much memory.
         with_reductions: the makespan, and what of the reductions over replicas comes after it.
+        hidden: the share of their time that lengthens nothing, on the worst rank; 1 where nothing is reduced.
+        latency, bandwidth, memory: of the work.
     """
 
     schedule: str
@@ -63,31 +77,50 @@ class Result:
     peak_memory: float
     fits: bool
     with_reductions: float
+    hidden: float
+    latency: float
+    bandwidth: float
+    memory: float
 
 
-def measure(schedule: Schedule, num_ranks: int, num_microbatches: int, work: Work) -> Result:
+def timeline_of(schedule: Schedule, num_ranks: int, num_microbatches: int, work: Work) -> Timeline:
     """Simulate a schedule at one size.
 
     Raises:
         ValueError: it does not allow this size, or the work has a number out of its range.
     """
     share = 1 / schedule.num_chunks
-    orders = schedule.orders(num_ranks, num_microbatches)
-    problem = Problem.of(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        rank_of=schedule.rank_of,
+    return simulate(
+        schedule.orders(num_ranks, num_microbatches),
         num_stages=schedule.num_stages(num_ranks),
         forward=work.forward * share,
         backward_input=work.backward_input * share,
         backward_weight=work.backward_weight * share,
         latency=work.latency,
-        activations=work.activations * share,
-        deferred=work.deferred * share,
+        message_bytes=work.message_bytes,
+        bandwidth=work.bandwidth,
+        link_of=link_of_host(work.ranks_per_host) if work.ranks_per_host else None,
     )
-    timeline = problem.simulate(orders)
-    peak = work.static + max(problem.peaks(timeline))
-    reduced = reductions_end(timeline, share * work.reduction, latency=work.reduction_latency)
+
+
+def peaks_of(schedule: Schedule, timeline: Timeline, work: Work) -> list[float]:
+    """Return the most that each rank holds in a timeline of a schedule."""
+    share = 1 / schedule.num_chunks
+    return [work.static + peak for peak in timeline.peak_memory(work.activations * share, work.deferred * share)]
+
+
+def measure(schedule: Schedule, num_ranks: int, num_microbatches: int, work: Work) -> Result:
+    """Return what a schedule costs at one size.
+
+    Raises:
+        ValueError: as `timeline_of`.
+    """
+    timeline = timeline_of(schedule, num_ranks, num_microbatches, work)
+    peak = max(peaks_of(schedule, timeline, work))
+    reductions = Reductions(
+        work.gradient_bytes / schedule.num_chunks, work.bucket_bytes, work.reduction_latency, work.reduction_bandwidth
+    )
+    reduced = reduce_beside(timeline, reductions)
     return Result(
         schedule.name,
         num_ranks,
@@ -97,43 +130,77 @@ def measure(schedule: Schedule, num_ranks: int, num_microbatches: int, work: Wor
         timeline.span_bubble_rate,
         peak,
         peak <= work.memory,
-        max(timeline.makespan, reduced) if work.reduction or work.reduction_latency else timeline.makespan,
+        end_of_step(timeline, reduced),
+        hidden_share(timeline, reduced),
+        work.latency,
+        work.bandwidth,
+        work.memory,
     )
 
 
-def reductions_end(timeline: Timeline, duration: float, *, latency: float = 0.0) -> float:
-    """Return when the last rank has reduced its gradients over replicas, each stage's for so long.
+def searched(
+    num_ranks: int, num_microbatches: int, work: Work, *, seconds: float = 10.0, num_tries: int = 2000, seed: int = 0
+) -> Schedule:
+    """Search an order for some work, in the best of all placements.
 
-    rank 0 |F0|F1|B0   |B1   |           one stage: nothing to hide behind
-                             [reduce]
-    rank 0 |...|1B0   |1B1   |0B0   |0B1   |        two: that of stage 1 is hidden
-                             [reduce]      [reduce]
+    Links that messages share are no part of a search: there a message takes as long as it would alone.
+
+    Raises:
+        ValueError: as `search_placements`.
     """
-    ends = []
-    for row in timeline.rows:
-        final = {action.stage: end for action, _, end in row}  # the last one of each stage
-        done = 0.0
-        for ready in sorted(final.values()):
-            done = max(done, ready) + latency + duration
-        ends.append(done)
-    return max(ends)
+    if not work.memory > work.static:
+        raise ValueError(f"memory must be more than what is always held, got {work.memory:g} and {work.static:g}")
+
+    def problem_in(placement: str) -> Problem:
+        num_chunks, rank_of = PLACEMENTS[placement]
+        num_stages = num_chunks * num_ranks
+        sizes = work.message_bytes if isinstance(work.message_bytes, Sequence) else [work.message_bytes] * num_stages
+        return Problem.of(
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            rank_of=rank_of,
+            num_stages=num_stages,
+            forward=work.forward / num_chunks,
+            backward_input=work.backward_input / num_chunks,
+            backward_weight=work.backward_weight / num_chunks,
+            latency=[work.latency + size / work.bandwidth for size in sizes[: num_stages - 1]],
+            activations=work.activations / num_chunks,
+            deferred=work.deferred / num_chunks,
+            limit=work.memory - work.static,
+        )
+
+    found = search_placements(problem_in, PLACEMENTS, seconds=seconds, num_tries=num_tries, seed=seed, name="search")
+    return next(iter(found.values())).schedule
 
 
-def sweep(schedules: Iterable[Schedule], ranks: Iterable[int], microbatches: Iterable[int], work: Work) -> list[Result]:
-    """Measure every schedule at every size that it allows.
+Candidate = Schedule | Callable[[int, int, Work], Schedule]
+"""A schedule, or how one is made for a size and its work, as by `searched`."""
+
+
+def at_size(candidate: Candidate, num_ranks: int, num_microbatches: int, work: Work) -> Schedule:
+    """Return the schedule that a candidate is at one size."""
+    return candidate if isinstance(candidate, Schedule) else candidate(num_ranks, num_microbatches, work)
+
+
+def sweep(
+    candidates: Iterable[Candidate], ranks: Iterable[int], microbatches: Iterable[int], works: Iterable[Work]
+) -> list[Result]:
+    """Measure every schedule at every size that it allows, for every work.
 
     Args:
         ranks, microbatches: the numbers of each.
+        works: they may differ in anything, as in links and memory.
     """
-    sizes = [(p, m) for p in ranks for m in microbatches]
+    sizes = list(product(ranks, microbatches, works))
     results = []
-    for schedule in schedules:
-        for num_ranks, num_microbatches in sizes:
+    for candidate in candidates:
+        for size in sizes:
             try:
-                schedule.orders(num_ranks, num_microbatches)
+                schedule = at_size(candidate, *size)
+                schedule.orders(*size[:2])
             except ValueError:  # not this one: interleaved 1F1B takes whole rounds only
                 continue
-            results.append(measure(schedule, num_ranks, num_microbatches, work))
+            results.append(measure(schedule, *size))
     return results
 
 
@@ -145,3 +212,9 @@ def to_csv(results: Sequence[Result]) -> str:
         values = (getattr(result, name) for name in names)
         lines.append(",".join(f"{value:.10g}" if isinstance(value, float) else str(value) for value in values))
     return "\n".join([*lines, ""])
+
+
+def to_json(results: Sequence[Result]) -> str:
+    """Write results as a list of objects; what is infinite is null, as JSON has no such number."""
+    rows = [{name: None if value == math.inf else value for name, value in asdict(r).items()} for r in results]
+    return json.dumps(rows, indent=2)

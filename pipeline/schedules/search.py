@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from pipeline.schedules.action import Action
+from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.bound import Bound, lower_bounds
 from pipeline.schedules.csv_file import dump, from_text
 from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.greedy import Rule, build
 from pipeline.schedules.lower import lower
 from pipeline.schedules.problem import Problem
-from pipeline.schedules.schedule import SCHEDULES, Schedule
+from pipeline.schedules.schedule import SCHEDULES, Schedule, round_robin, v_shape
 from pipeline.schedules.simulate import Timeline
 
 MEASURES: dict[str, Callable[[Timeline], float]] = {
@@ -31,6 +31,9 @@ MEASURES: dict[str, Callable[[Timeline], float]] = {
     "span": lambda timeline: max(timeline.span(rank) for rank in range(len(timeline.rows))),
 }
 """What is to be short: from the start to the end of everything, or the longest span of a rank."""
+
+PLACEMENTS: dict[str, tuple[int, Placement]] = {"one": (1, round_robin), "loop": (2, round_robin), "v": (2, v_shape)}
+"""Where stages may be: how many a rank has, and which."""
 
 _EXACT = 1e-9  # relative: what is called equal
 
@@ -143,6 +146,41 @@ def search(
     assert problem.fits(timeline)
     name_and_time = None if named is None else (named[2], named[0])
     return Found(problem, measure, schedule, timeline, MEASURES[measure](timeline), bounds, name_and_time, tries)
+
+
+def search_placements(
+    problem_in: Callable[[str], Problem],
+    placements: Iterable[str] = tuple(PLACEMENTS),
+    *,
+    measure: str = "makespan",
+    seconds: float = 10.0,
+    num_tries: int = 2000,
+    seed: int = 0,
+    name: str = "found",
+) -> dict[str, Found]:
+    """Search an order in each placement of stages; return what was found where, the shortest first.
+
+    Args:
+        problem_in: the problem in a placement; a ValueError says that it has none there.
+        placements: keys of PLACEMENTS; each has its share of the seconds.
+    Raises:
+        ValueError: there is none in any placement: what is wrong in the first.
+    """
+    names = list(placements)
+    found: dict[str, Found] = {}
+    refusals = []
+    for placement in names:
+        try:
+            problem = problem_in(placement)
+            share = seconds / len(names)
+            found[placement] = search(
+                problem, measure=measure, seconds=share, num_tries=num_tries, seed=seed, name=name
+            )
+        except ValueError as rule:  # this one does not fit, another may
+            refusals.append(rule)
+    if not found:
+        raise refusals[0]
+    return dict(sorted(found.items(), key=lambda item: item[1].time))
 
 
 def _best_named(problem: Problem, measure: str) -> tuple[float, list[list[Action]], str] | None:

@@ -2,20 +2,35 @@
 
 The model of a machine: a rank runs its order one action at a time; an action starts when its rank is free and its
 inputs have arrived; what comes from another rank arrives `latency` and its transfer time after it was made; a send
-never blocks, and messages do not slow each other.
+never blocks. Messages do not slow each other, unless they share a link: there they go one after another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from pipeline.schedules.action import Action, Kind, ScheduleError
 
 Time = float | Sequence[float]
 """One number for every stage, or one for each."""
+
+LinkOf = Callable[[int, int], Hashable]
+"""`link_of(source, dest)`: what the messages from one rank to another go through; None where nothing is shared."""
+
+
+def link_of_host(ranks_per_host: int) -> LinkOf:
+    """Return the links of hosts: all messages that leave one share its link, and those inside share nothing."""
+
+    def link_of(source: int, dest: int) -> Hashable:
+        host = source // ranks_per_host
+        return None if host == dest // ranks_per_host else host
+
+    return link_of
 
 
 class Timed(NamedTuple):
@@ -164,6 +179,7 @@ def simulate(
     latency: float = 0.0,
     message_bytes: Time = 0.0,
     bandwidth: float = math.inf,
+    link_of: LinkOf | None = None,
 ) -> Timeline:
     """Run the orders against a clock.
 
@@ -174,6 +190,8 @@ def simulate(
         message_bytes: size of an activation, and of its gradient: one for every boundary between two stages,
             or one for each, that behind stage 0 first.
         bandwidth: bytes that reach another rank in one unit of time.
+        link_of: which messages share a link, as `link_of_host`; by default none. A link carries what was made first
+            first, and the next message when the last byte of that has left.
     Raises:
         ValueError: a time is not positive or not one a stage, latency or a size is negative, bandwidth is not
             positive, a rank has nothing to do.
@@ -195,20 +213,81 @@ def simulate(
         )
     }
     sizes = _each("message_bytes", message_bytes, num_stages - 1, "boundaries", zero=True)
-    transfer = [latency + size / bandwidth for size in sizes]
-    rows: list[list[Timed]] = [[] for _ in orders]
-    made: dict[Action, tuple[int, float]] = {}  # what is done: on which rank, when
-    for rank, action in walk(orders, num_stages):
-        start = rows[rank][-1].end if rows[rank] else 0.0
-        for need in action.needs(num_stages):
-            maker, end = made[need]
-            start = max(start, end if maker == rank else end + transfer[min(need.stage, action.stage)])
-        end = start + sum(times[part.kind][action.stage] for part in action.parts)
-        rows[rank].append(Timed(action, start, end))
+    clock = _Clock(orders, num_stages, times, latency, [size / bandwidth for size in sizes], link_of)
+    return Timeline(clock.run())
+
+
+class _Clock:
+    """Runs orders in the order of time, as messages that share a link need it."""
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Action]],
+        num_stages: int,
+        times: Mapping[Kind, Sequence[float]],
+        latency: float,
+        transfer: Sequence[float],
+        link_of: LinkOf | None,
+    ) -> None:
+        self._orders = orders
+        self._num_stages = num_stages
+        self._times = times
+        self._latency = latency
+        self._transfer = transfer  # time on a link, a boundary
+        self._link_of = link_of
+        self._rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        self._rows: list[list[Timed]] = [[] for _ in orders]
+        self._there: dict[tuple[int, Action], float] = {}  # when a rank has the result of a part
+        self._link_free: dict[Hashable, float] = {}
+        self._ends: list[tuple[float, int]] = []  # of actions under way, with their ranks
+
+    def run(self) -> list[list[Timed]]:
+        """Return what every rank did when."""
+        for rank in range(len(self._orders)):
+            self._start(rank)
+        while self._ends:
+            _, rank = heappop(self._ends)
+            for other in {rank, *self._finish(rank)}:
+                if not self._rows[other] or (other, self._rows[other][-1].action.parts[0]) in self._there:
+                    self._start(other)
+        if sum(map(len, self._rows)) < sum(map(len, self._orders)):
+            deque(walk(self._orders, self._num_stages), maxlen=0)  # for its error
+        return self._rows
+
+    def _start(self, rank: int) -> None:
+        """Start a free rank's next action, if it is known when its inputs are there."""
+        row, order = self._rows[rank], self._orders[rank]
+        if len(row) == len(order):
+            return
+        action = order[len(row)]
+        arrivals = [self._there.get((rank, need)) for need in action.needs(self._num_stages)]
+        if None in arrivals:
+            return
+        start = max([row[-1].end if row else 0.0, *(arrival for arrival in arrivals if arrival is not None)])
+        end = start + sum(self._times[part.kind][action.stage] for part in action.parts)
         if not start < end < math.inf:
             raise ValueError(f"the times differ by more than numbers can tell: {action} from {start:g} to {end:g}")
-        made.update(dict.fromkeys(action.parts, (rank, end)))
-    return Timeline(rows)
+        row.append(Timed(action, start, end))
+        heappush(self._ends, (end, rank))
+
+    def _finish(self, rank: int) -> list[int]:
+        """Note that a rank's last action has ended; return the rank that gets its result, if another does."""
+        action, _, end = self._rows[rank][-1]
+        for part in action.parts:
+            self._there[rank, part] = end
+        departure = action.departure(self._num_stages)
+        if departure is None:
+            return []
+        dest = self._rank_of.get(departure.partner.stage, rank)
+        if dest == rank:
+            return []
+        transfer = self._transfer[min(departure.stage, departure.partner.stage)]
+        begin, link = end, None if self._link_of is None else self._link_of(rank, dest)
+        if link is not None:
+            begin = max(end, self._link_free.get(link, 0.0))
+            self._link_free[link] = begin + transfer
+        self._there[dest, departure.carries] = begin + (self._latency + transfer)
+        return [dest]
 
 
 def _each(name: str, value: Time, count: int, of_what: str, *, zero: bool) -> Sequence[float]:

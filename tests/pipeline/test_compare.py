@@ -2,14 +2,15 @@
 
 import csv
 import io
+import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
-from drawn_orders import read
 
-from pipeline import SCHEDULES, simulate, svg
+from pipeline import SCHEDULES, dump, svg
 from pipeline.cli.main import main
-from pipeline.schedules.compare import Work, measure, reductions_end, sweep, to_csv
+from pipeline.schedules.compare import Work, measure, searched, sweep, to_csv
 from pipeline.schedules.drawing.heat_map import heat_map
 
 GIB = 1 << 30
@@ -31,23 +32,26 @@ def test_memory_in_bytes_is_what_micro_batches_take_and_what_is_always_held():
     assert measure(SCHEDULES["v_min"], 4, 8, work).fits
 
 
-def test_reductions_of_an_early_stage_hide_behind_the_rest():
-    # One rank: the backward of stage 1 is done at 5, of stage 0 at 7.
-    timeline = simulate(read("0F0 1F0 1BW0 0BW0"), num_stages=2, backward_weight=0.5, backward_input=0.5)
-    assert timeline.makespan == 4
-    assert reductions_end(timeline, 0.75) == 4.75  # stage 1's: 3 to 3.75
-    assert reductions_end(timeline, 2) == 7  # 3 to 5, 5 to 7: one after the other
-    assert reductions_end(timeline, 0.75, latency=0.5) == 5.5
-
-
 def test_a_step_with_reductions_is_longer_by_what_is_not_hidden():
-    alone, reduced = (measure(SCHEDULES["looped_bfs"], 2, 4, Work(reduction=r)) for r in (0, 2))
+    work = Work(gradient_bytes=4, reduction_bandwidth=2)
+    alone, reduced = (measure(SCHEDULES["looped_bfs"], 2, 4, w) for w in (Work(), work))
     assert alone.with_reductions == alone.makespan
+    assert alone.hidden == 1
     assert reduced.with_reductions == alone.makespan + 1  # that of one chunk
+    assert reduced.hidden == 0.5
+
+
+def test_messages_that_leave_a_host_share_its_link():
+    work = Work(message_bytes=1)
+    apart, shared = (measure(SCHEDULES["zbv"], 4, 8, replace(work, ranks_per_host=n)) for n in (0, 1))
+    assert shared.makespan == apart.makespan  # a link of any bandwidth
+    work = replace(work, bandwidth=0.5)
+    apart, shared, inside = (measure(SCHEDULES["zbv"], 4, 8, replace(work, ranks_per_host=n)) for n in (0, 1, 4))
+    assert shared.makespan > apart.makespan == inside.makespan
 
 
 def test_a_sweep_leaves_out_what_a_schedule_does_not_allow():
-    results = sweep([SCHEDULES["interleaved_1f1b"], SCHEDULES["1f1b"]], [2, 4], [2, 6], Work())
+    results = sweep([SCHEDULES["interleaved_1f1b"], SCHEDULES["1f1b"]], [2, 4], [2, 6], [Work()])
     assert [(r.schedule[:4], r.num_ranks, r.num_microbatches) for r in results] == [
         ("inte", 2, 2),
         ("inte", 2, 6),
@@ -59,6 +63,20 @@ def test_a_sweep_leaves_out_what_a_schedule_does_not_allow():
     rows = list(csv.DictReader(io.StringIO(to_csv(results))))
     assert rows[2]["bubble"] == "0.5"
     assert [row["num_microbatches"] for row in rows] == ["2", "6"] * 3
+
+
+def test_a_search_is_one_of_the_schedules_and_keeps_the_memory_of_each_work():
+    def search(p, m, work):
+        return searched(p, m, work, seconds=5, num_tries=20)
+
+    works = [Work(memory=memory) for memory in (1.5, 2, 4)]
+    results = sweep([search], [3], [6], works)
+    assert [r.schedule for r in results] == ["search"] * 3
+    assert all(result.fits for result in results)
+    assert results[0].makespan > results[2].makespan
+    named = sweep(SCHEDULES.values(), [3], [6], works)
+    for result in results:
+        assert all(result.makespan <= r.makespan for r in named if r.fits and r.memory == result.memory)
 
 
 def test_a_heat_map_is_darker_where_the_number_is_larger():
@@ -80,7 +98,52 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, capsys):
     assert len(table.read_text().splitlines()) == 1 + 3 * 2
     assert "gpipe: most memory that a rank holds" in drawing.read_text()
     assert main(["sweep", "1f1b", "--ranks", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "1f1b,2,8,27,0.125,0.1111111111,2,True,27"
+    assert capsys.readouterr().out.splitlines()[1] == "1f1b,2,8,27,0.125,0.1111111111,2,True,27,1,0,inf,inf"
+
+
+def test_a_sweep_goes_over_links_and_memory_too(tmp_path, capsys):
+    drawing = tmp_path / "a.svg"
+    options = ["--bandwidth", "1,2,inf", "--message-bytes", "1", "--memory", "2GiB,4GiB", "--activations", "1GiB"]
+    assert main(["sweep", "1f1b", *options, "--json", "--svg", str(drawing)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["bandwidth"], row["memory"], row["fits"]) for row in rows] == [
+        *((1, 2 * GIB, False), (1, 4 * GIB, True)),
+        *((2, 2 * GIB, False), (2, 4 * GIB, True)),
+        *((None, 2 * GIB, False), (None, 4 * GIB, True)),
+    ]
+    assert rows[0]["makespan"] > rows[2]["makespan"] > rows[4]["makespan"] == 33
+    assert "down: bandwidth, across: memory" in drawing.read_text()
+    assert "4Gi" in drawing.read_text()
+
+
+def test_compare_has_names_files_functions_and_a_search_side_by_side(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.csv").write_text(dump(SCHEDULES["gpipe"].orders(2, 4)))
+    (tmp_path / "their_lab.py").write_text("from pipeline import one_f_one_b as mine\n")
+    sizes = ["--ranks", "2", "--microbatches", "4"]
+    memory = ["--activations", "1GiB", "--static", "1GiB", "--memory", "3GiB"]
+    reductions = ["--gradient-bytes", "100MiB", "--reduction-bandwidth", "104857600"]
+    files = ["--csv", "a.csv", "--svg", "a.svg"]
+    candidates = ["own.csv", "their_lab:mine", "zbv", "search", "interleaved_1f1b"]
+    assert main(["compare", *candidates, *sizes, *memory, *reductions, *files, "--seconds", "3"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "2 ranks, 4 micro-batches"
+    assert out[1].endswith("efficiency  with reductions  hidden  peak memory a rank")
+    assert [line.split()[0] for line in out[2:]] == candidates
+    assert out[2].endswith("5GiB 5GiB  too much")
+    assert out[3].split()[-2:] == ["3GiB", "2GiB"]
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "a.csv").read_text())))
+    assert [row["schedule"] for row in rows] == candidates
+    by_name = {row["schedule"]: float(row["makespan"]) for row in rows}
+    assert by_name["search"] <= by_name["zbv"] < by_name["their_lab:mine"] == by_name["own.csv"] == 15
+    assert {float(row["with_reductions"]) - float(row["makespan"]) for row in rows[:2]} == {1}
+    drawing = (tmp_path / "a.svg").read_text()
+    assert [drawing.count(f">{name}: ") for name in candidates] == [1] * 5
+    assert main(["compare", "own.csv", *sizes, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["makespan"], row["memory"]) == (15, None)
+    assert main(["compare", "own.csv", "1f1b"]) == 0  # a schedule that does not allow a size says so
+    assert "own.csv is written for 2 ranks and 4 micro-batches, got 4 and 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -91,6 +154,11 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, capsys):
         (["sweep", "--memory", "8GB"], "must be a number of at least 0, with or without one of KiB, MiB, GiB, TiB"),
         (["sweep", "--svg", "x.svg"], "--svg draws one schedule, got 10"),
         (["sweep", "interleaved_1f1b", "--microbatches", "3"], "no schedule allows any of these sizes"),
+        (
+            ["sweep", "1f1b", "--svg", "x.svg", "--ranks", "2,3", "--memory", "1,2", "--latency", "0,1"],
+            "at most two things",
+        ),
+        (["compare", "--ranks-per-host", "0"], "must be a whole number of at least 1, got '0'"),
         (["search", "--memory", "1", "--static", "2"], "--memory must be more than --static, got -1 less"),
         (["search", "--memory", "0.5"], "takes 1 on rank 0, got a limit of 0.5"),
         (["search", "--forward", "1,2,3"], "numbers with commas must be one for each stage, got 3"),

@@ -135,3 +135,15 @@ def test_a_scale_sets_the_width_and_numbers_without_room_are_left_out():
     assert [text for box, text in shown if box.y == whole.y] == list("0123")  # backwards only
     narrow = [box for box in drawn.boxes if box.y == whole.y and box.width < 3 and box.height == whole.height]
     assert [box.width for box in narrow] == [1.5] * 4
+
+
+def test_what_is_wider_than_a_page_goes_on_below():
+    timeline = simulate(SCHEDULES["1f1b"].orders(2, 12), num_stages=2)
+    whole, paged = picture(timeline, "x"), picture(timeline, "x", width=600)
+    assert whole.width > 600 >= paged.width
+    assert paged.height > whole.height
+    seconds = [sum(box.width + 1 for box, _ in actions(drawn)) for drawn in (whole, paged)]
+    assert seconds[0] == pytest.approx(seconds[1], abs=30)  # an action on an edge may show its number in one part
+    numbers = [sorted(text for _, text in actions(drawn)) for drawn in (whole, paged)]
+    assert set(numbers[0]) == set(numbers[1])
+    assert max(box.x + box.width for box in paged.boxes) <= 600

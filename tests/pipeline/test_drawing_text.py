@@ -5,6 +5,8 @@ from drawn_orders import read
 
 from pipeline import SCHEDULES, draw, draw_order, simulate
 
+BLANK = str.maketrans("", "", " |")
+
 
 def test_a_full_backward_is_wide_and_idle_time_is_space():
     drawing = """
@@ -75,3 +77,38 @@ rank 1  1F0   1BW0 [1BW0] 1F1 <-- here
 """
     assert draw_order(orders, mark=[(1, 2), (0, 4)]) == drawing.strip()
     assert draw_order(orders, mark=[(1, 2)]).splitlines()[1] in inspect.getdoc(draw_order)
+
+
+def test_what_is_longer_than_a_line_goes_on_below():
+    timeline = simulate(SCHEDULES["zero_bubble_h1"].orders(2, 3), num_stages=2)
+    drawing = """
+rank 0 |F0|F1|  |B0|W0|
+rank 1    |F0|B0|F1|B1|
+
+rank 0 |F2|B1|W1|B2|W2|
+rank 1 |W0|F2|B2|W1|W2|
+"""
+    assert draw(timeline, width=23) == drawing.strip()
+    assert draw(timeline, width=25) == drawing.strip()
+    assert "\n\n" not in draw(timeline, width=40)
+
+
+def test_the_lines_together_are_the_whole_drawing():
+    for name in ("zbv", "1f1b"):
+        schedule = SCHEDULES[name]
+        timeline = simulate(schedule.orders(3, 12), num_stages=schedule.num_stages(3), forward=1.3, latency=0.37)
+        whole = draw(timeline).splitlines()
+        for width in (20, 31, 60):
+            bands = [band.splitlines() for band in draw(timeline, width=width).split("\n\n")]
+            assert max(len(line) for band in bands for line in band) <= width
+            for rank, line in enumerate(whole):
+                parts = "".join(band[rank].removeprefix(f"rank {rank}") for band in bands)
+                letters = line.removeprefix(f"rank {rank}")
+                assert parts.translate(BLANK) == letters.translate(BLANK)
+
+
+def test_a_line_has_room_for_one_action():
+    timeline = simulate(SCHEDULES["1f1b"].orders(2, 3), num_stages=2)
+    with pytest.raises(ValueError, match="a line needs room for one action, at least 11 letters, got 10"):
+        draw(timeline, width=10)
+    assert draw(timeline, width=11)

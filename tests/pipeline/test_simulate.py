@@ -2,6 +2,7 @@ import pytest
 from drawn_orders import read
 
 from pipeline import SCHEDULES, ScheduleError, interleaved_1f1b, simulate
+from pipeline.schedules.simulate import link_of_host
 
 # Tables 5 and 6 of arXiv 2401.10241: ranks, micro-batches, times of F, B, W and of a message in ms, bubble rates of
 # 1F1B, ZB-H1 and ZB-H2, of interleaved 1F1B, and its chunks a rank.
@@ -176,3 +177,24 @@ def test_times_are_checked(options, message):
 def test_every_rank_has_work():
     with pytest.raises(ValueError, match="every rank needs at least one action, got none on rank 1"):
         simulate([*read("0F0 0BW0"), []], num_stages=1)
+
+
+def test_a_shared_link_serves_what_was_made_first_first():
+    # Rank 0 makes 0F0 at 1 and 0F1 at 2; a message takes 3 on the link. Alone, the second would be there at 5.
+    orders = read("0F0 0F1\n1F0 1F1")
+    shared = simulate(orders, num_stages=2, message_bytes=3, bandwidth=1, link_of=link_of_host(1))
+    apart = simulate(orders, num_stages=2, message_bytes=3, bandwidth=1)
+    assert [start for _, start, _ in shared.rows[1]] == [4, 7]
+    assert [start for _, start, _ in apart.rows[1]] == [4, 5]
+    inside = simulate(orders, num_stages=2, message_bytes=3, bandwidth=1, link_of=link_of_host(2))
+    assert inside == apart
+
+
+def test_both_directions_of_a_v_share_the_link_that_leaves_a_rank():
+    """Outputs on the way down and gradients on the way up go the same way; a link for each rank makes them wait."""
+    schedule = SCHEDULES["zbv"]
+    times = {"num_stages": 8, "message_bytes": 3, "bandwidth": 1}
+    apart = simulate(schedule.orders(4, 8), **times)
+    shared = simulate(schedule.orders(4, 8), link_of=link_of_host(1), **times)
+    assert shared.makespan > apart.makespan
+    assert [[action for action, _, _ in row] for row in shared.rows] == schedule.orders(4, 8)

@@ -11,6 +11,8 @@ The same timeline always gives the same bytes. Another format is another functio
 from __future__ import annotations
 
 import colorsys
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -23,7 +25,7 @@ NAMES = {Kind.F: "forward", Kind.BW: "backward", Kind.B: "backward, input half",
 INK, MUTED, IDLE, PAPER = "#1f2933", "#616e7c", "#e9edf1", "#ffffff"
 
 MARGIN, LABEL_WIDTH = 16.0, 52.0
-ROW_HEIGHT, ROW_GAP = 26.0, 6.0
+ROW_HEIGHT, ROW_GAP, BAND_GAP = 26.0, 6.0, 18.0
 HEAD_HEIGHT, LEGEND_HEIGHT = 50.0, 30.0
 SHORTEST = 22.0  # width of the shortest action, unless that makes the whole wider than:
 WIDEST = 20_000.0
@@ -62,7 +64,14 @@ class Picture(NamedTuple):
     words: list[Words]
 
 
-def picture(timeline: Timeline, title: str, *, scale: float | None = None) -> Picture:
+def picture(
+    timeline: Timeline,
+    title: str,
+    *,
+    scale: float | None = None,
+    width: float | None = None,
+    until: float | None = None,
+) -> Picture:
     """Lay a timeline out: a row a rank, a box an action with its micro-batch, grey where a rank is idle.
 
     Colours are kinds, shades are the chunks of a rank. The line under the title says what the schedule costs.
@@ -70,35 +79,67 @@ def picture(timeline: Timeline, title: str, *, scale: float | None = None) -> Pi
     Args:
         scale: points per unit of time. By default the shortest action is as wide as its number; a measured one may be
             so short that the picture would never end. Numbers that find no room are left out.
+        width: points that a page is wide; what is longer goes on below.
+        until: the time up to which the picture goes, so that several can be compared; by default its own end.
     """
     boxes: list[Box] = []
     words: list[Words] = []
     left = MARGIN + LABEL_WIDTH
+    until = max(until or 0.0, timeline.makespan)
     if scale is None:
         shortest = min(end - start for row in timeline.rows for _, start, end in row)
-        scale = min(SHORTEST / shortest, WIDEST / timeline.makespan)
-    right = left + scale * timeline.makespan
+        scale = min(SHORTEST / shortest, WIDEST / until)
     words += [
         Words(MARGIN, MARGIN + 7, title, 15, INK, bold=True),
         Words(MARGIN, MARGIN + 27, _costs(timeline), 11, MUTED),
     ]
+    page = until if width is None else max(width - left - MARGIN, SHORTEST) / scale  # in time
+    num_bands = max(1, math.ceil(until / page * (1 - 1e-9)))
+    height = len(timeline.rows) * (ROW_HEIGHT + ROW_GAP)
+    for band in range(num_bands):
+        begin, end = band * page, min(until, (band + 1) * page)
+        top = MARGIN + HEAD_HEIGHT + band * (height + BAND_GAP)
+        _add_band(timeline, begin, end, scale, top, boxes, words)
+    right = left + scale * min(page, until)
+    bottom = MARGIN + HEAD_HEIGHT + num_bands * (height + BAND_GAP) - BAND_GAP
+    legend_right = _add_legend(timeline, left, bottom + LEGEND_HEIGHT / 2, boxes, words)
+    return Picture(max(right, legend_right, 560) + MARGIN, bottom + LEGEND_HEIGHT + MARGIN / 2, boxes, words)
+
+
+def _add_band(
+    timeline: Timeline, begin: float, end: float, scale: float, top: float, boxes: list[Box], words: list[Words]
+) -> None:
+    """Draw what the ranks do from one time to another. What goes on in the next band is drawn in both."""
+    left = MARGIN + LABEL_WIDTH
     for rank, row in enumerate(timeline.rows):
-        top = MARGIN + HEAD_HEIGHT + rank * (ROW_HEIGHT + ROW_GAP)
-        middle = top + ROW_HEIGHT / 2
+        y = top + rank * (ROW_HEIGHT + ROW_GAP)
+        middle = y + ROW_HEIGHT / 2
         words.append(Words(MARGIN, middle, f"rank {rank}", 11, MUTED))
-        boxes.append(Box(left, top, right - left, ROW_HEIGHT, IDLE))
+        boxes.append(Box(left, y, scale * (end - begin), ROW_HEIGHT, IDLE))
         chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({timed.action.stage for timed in row}))}
-        for action, start, end in row:
-            x, width = left + scale * start, scale * (end - start)
+        for action, first, last in row:
+            shown = min(last, end) - max(first, begin)
+            if shown <= 1e-9 * (last - first):
+                continue
+            x, width = left + scale * (max(first, begin) - begin), scale * shown
             gap = min(1.0, width / 4)
             colour = _colour(action.kind, chunk_of[action.stage])
-            boxes.append(Box(x + gap / 2, top, width - gap, ROW_HEIGHT, colour))
+            boxes.append(Box(x + gap / 2, y, width - gap, ROW_HEIGHT, colour))
             number = str(action.microbatch)
             if width > DIGIT_WIDTH * len(number):
                 words.append(Words(x + width / 2, middle, number, 10.5, INK, "middle"))
-    bottom = MARGIN + HEAD_HEIGHT + len(timeline.rows) * (ROW_HEIGHT + ROW_GAP)
-    legend_right = _add_legend(timeline, left, bottom + LEGEND_HEIGHT / 2, boxes, words)
-    return Picture(max(right, legend_right, 560) + MARGIN, bottom + LEGEND_HEIGHT + MARGIN / 2, boxes, words)
+
+
+def stacked(pictures: Sequence[Picture]) -> Picture:
+    """Lay pictures out one below the other."""
+    boxes: list[Box] = []
+    words: list[Words] = []
+    top = 0.0
+    for one in pictures:
+        boxes += [box._replace(y=box.y + top) for box in one.boxes]
+        words += [text._replace(y=text.y + top) for text in one.words]
+        top += one.height
+    return Picture(max((one.width for one in pictures), default=0.0), top, boxes, words)
 
 
 def svg(picture: Picture) -> str:

@@ -12,7 +12,7 @@ MOST_CELLS = 400  # of orders that are drawn whole
 CONTEXT = 4  # cells on either side of a marked one where they are not
 
 
-def draw(timeline: Timeline) -> str:
+def draw(timeline: Timeline, *, width: int | None = None) -> str:
     """Draw what each rank does against time, one row a rank.
 
         rank 0 |F0|F1|     |B0   |F2|B1   |  |B2   |
@@ -21,8 +21,11 @@ def draw(timeline: Timeline) -> str:
     The shortest action is one column wide and the others in proportion; space is idle time. A full backward is a
     wide B. A rank with several stages names the stage first, as in `2F0`.
 
+    Args:
+        width: letters of a line; what is longer goes on in further lines below.
     Raises:
-        ValueError: it would have more than MOST_LETTERS, because the times differ so much or there are so many.
+        ValueError: there is no room for one action in a line, or it would have more than MOST_LETTERS, because the
+            times differ so much or there are so many.
     """
     several_stages = any(len({action.stage for action, _, _ in row}) > 1 for row in timeline.rows)
 
@@ -47,14 +50,32 @@ def draw(timeline: Timeline) -> str:
         return int(time / shortest * column + 1e-6)
 
     lines = {}
+    labels: set[int] = set()  # where letters are
     for rank, row in enumerate(timeline.rows):
         line = [" "] * (place(row[-1].end) + 1)
         for action, start, end in row:
             left, right = place(start), place(end)
             line[left] = line[right] = "|"
             line[left + 1 : right] = label(action).ljust(right - left - 1)
+            labels.update(range(left + 1, left + 1 + len(label(action))))
         lines[rank] = "".join(line)
-    return _with_rank_numbers(lines)
+    if width is None:
+        return _with_rank_numbers(lines)
+    room = width - len(f"rank {len(lines) - 1} ")
+    if room <= column:
+        raise ValueError(f"a line needs room for one action, at least {width - room + column + 1} letters, got {width}")
+    length = max(map(len, lines.values()))
+    bands = [0]
+    while bands[-1] + room < length:
+        most = bands[-1] + room - 1
+        bands.append(next((at for at in range(most, bands[-1], -1) if at not in labels), most))
+    return "\n\n".join(
+        _with_rank_numbers(
+            # a bar on the edge ends one line and begins the next
+            {rank: line[begin:end] + "|" * (line[end : end + 1] == "|") for rank, line in lines.items()}
+        )
+        for begin, end in zip(bands, [*bands[1:], length], strict=True)
+    )
 
 
 def draw_order(orders: Sequence[Sequence[Action | str]], mark: Collection[tuple[int, int]] = ()) -> str:
