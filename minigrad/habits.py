@@ -129,6 +129,15 @@ MODULE = {
     "dtype": "p.dtype of a parameter",
 }
 
+# Attributes of an optimizer.
+OPTIMIZER = {
+    "param_groups": "optimizer.params and optimizer.rule; a learning rate may be a function of the step",
+    "add_param_group": "optim.Optimizer(params, rule) with all of them",
+    "state": "dict(optimizer.state_arrays())",
+    "state_dict": "dict(optimizer.state_arrays()), or distributed.checkpoint.Checkpointer for a run",
+    "load_state_dict": "distributed.checkpoint.Checkpointer for a run",
+}
+
 _NUMPY_ARRAYS = {name: f"numpy.{name}(...): every op takes arrays" for name in ("arange", "eye", "linspace")}
 _NUMPY_LEAVES = {
     name: f"minigrad.Tensor(numpy.{name}(...)); every op takes arrays too"
@@ -220,6 +229,7 @@ OPTIONS = {
     "a_min": "low=",
     "a_max": "high=",
     "pad_width": "widths=",
+    "lr": "the rule: optim.Optimizer(params, optim.AdamW(lr=...))",
     "retain_graph": "nothing: a tape is walked once, run the forward again",
     "create_graph": "nothing: derivatives are of first order",
     "gradient": "minigrad.backward_with_grad(y, cotangent)",
@@ -306,11 +316,12 @@ def check_options(name: str, given: Iterable[str], known: Collection[str]) -> No
 def own_options(function: Function) -> Function:
     """Let a function answer for keyword arguments that are none of its own: see `check_options`."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
+    called = function.__qualname__.removesuffix(".__init__").split(".")[-1]  # the class, of one that makes objects
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            check_options(function.__name__, kwargs, known)
+            check_options(called, kwargs, known)
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

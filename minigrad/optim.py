@@ -158,6 +158,7 @@ class Optimizer:
         RuntimeError: max_norm is given for parameters of a part of a model.
     """
 
+    @habits.own_options
     def __init__(
         self,
         params: Iterable[Parameter],
@@ -278,6 +279,9 @@ class Optimizer:
         """Return whether some optimizer has a parameter's values in full, and the parameter only in less precision."""
         return False
 
+    def __dir__(self) -> list[str]:
+        return habits.own_names(self)
+
     @habits.own_options
     def zero_grad(self) -> None:
         """Mark all gradients fresh, in place: a bucket may own the memory."""
@@ -290,6 +294,9 @@ class Optimizer:
                 params = tuple(run)
                 start, stop = max(params[0].start, part.start), min(params[-1].stop, part.stop)
                 yield FlatRange(part.flat, start, stop, params), decay
+
+
+habits.teach(Optimizer, habits.OPTIMIZER)
 
 
 def grad_square_sum(params: Iterable[Parameter]) -> float:

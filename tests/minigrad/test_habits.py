@@ -31,6 +31,7 @@ def test_every_name_of_a_table_is_foreign_to_what_it_is_for() -> None:
     x, model = leaf(2), nn.Sequential([])
     assert not [name for name in habits.TENSOR if hasattr(x, name)]
     assert not [name for name in habits.MODULE if hasattr(model, name)]
+    assert not [name for name in habits.OPTIMIZER if hasattr(optim.Optimizer([], optim.SGD(0.1)), name)]
     for package, table in habits.PACKAGES.items():
         module = {"minigrad": mg, "minigrad.nn": nn, "minigrad.optim": optim}[package]
         assert not [name for name in table if hasattr(module, name)]
@@ -40,7 +41,13 @@ def test_every_name_of_a_table_is_foreign_to_what_it_is_for() -> None:
 
 def test_what_advice_names_is_there() -> None:
     text = "\n".join(
-        [*habits.TENSOR.values(), *habits.MODULE.values(), *habits.NUMPY.values(), *habits.OPTIONS.values()]
+        [
+            *habits.TENSOR.values(),
+            *habits.MODULE.values(),
+            *habits.OPTIMIZER.values(),
+            *habits.NUMPY.values(),
+            *habits.OPTIONS.values(),
+        ]
     )
     text += "\n".join(advice for table in habits.PACKAGES.values() for advice in table.values())
     roots = {"minigrad": minigrad, "nn": nn, "optim": optim, "numpy": np, "distributed": distributed}
