@@ -29,12 +29,14 @@ from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
+from minigrad.muon import Muon
 from minigrad.optim import AdamW
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, Schedule
 
 MAX_GRAD_NORM = 1.0
+MUON_RATE = 6.0
 SAMPLE_TOKENS = 300
 SAMPLE_TEMPERATURE = 0.8
 
@@ -64,17 +66,19 @@ def main() -> None:
     pipe = PipelineExecutor(
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
     )
+    rule = rule_of(settings)
     ddp = DistributedDataParallel(
         stages,
         mesh.dp,
         bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
         zero=settings.zero,
+        whole=rule.chooses if isinstance(rule, Muon) else None,
         check_every=settings.check_every,
         recorder=pipe.recorder,
     )
     if settings.precision != "float32":
         use_precision(stages.parameters(), settings.precision)
-    optimizer = ddp.optimizer(AdamW(learning_rate(settings), betas=(0.9, 0.99), weight_decay=0.1))
+    optimizer = ddp.optimizer(rule)
     batches = TokenBatches(
         train,
         batch_size=settings.batch,
@@ -117,6 +121,13 @@ def learning_rate(settings: LayoutSettings) -> Callable[[int], float]:
     """Return the learning rate of each step: up in the first tenth, at most 100 steps, then down to a tenth."""
     warmup = min(100, settings.steps // 10)
     return warmup_cosine(settings.lr, num_steps=settings.steps, num_warmup_steps=warmup, floor=settings.lr / 10)
+
+
+def rule_of(settings: LayoutSettings) -> AdamW | Muon:
+    """Return how weights change; Muon's learning rate follows that of AdamW, `MUON_RATE` times as high."""
+    lr = learning_rate(settings)
+    adamw = AdamW(lr, betas=(0.9, 0.99), weight_decay=0.1)
+    return adamw if settings.optimizer == "adamw" else Muon(lambda step: MUON_RATE * lr(step), others=adamw)
 
 
 def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSettings, mesh: Mesh) -> float:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Rule(Protocol):
         """
 
 
-class _TakesALearningRate:
+class TakesALearningRate:
     """What rules have in common: parameters belong to the optimizer, and are no learning rate."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -62,7 +62,7 @@ class _TakesALearningRate:
 
 
 @dataclass(frozen=True)
-class SGD(_TakesALearningRate):
+class SGD(TakesALearningRate):
     """Stochastic gradient descent: v = momentum v + g + weight_decay w; w -= lr v.
 
     Source: Sutskever et al. 2013, as commonly implemented (lr outside the velocity).
@@ -81,7 +81,7 @@ class SGD(_TakesALearningRate):
 
 
 @dataclass(frozen=True)
-class AdamW(_TakesALearningRate):
+class AdamW(TakesALearningRate):
     """Adam with decoupled weight decay.
 
     m += (1 - b1)(g - m); v += (1 - b2)(g^2 - v); w -= lr (m' / (sqrt(v') + eps) + weight_decay w),
@@ -131,6 +131,17 @@ class Adam(AdamW):
         return None if self.weight_decay else super().whole_step(data, max_norm)
 
 
+def _at(lr: LearningRate, step: int) -> float:
+    """Return the learning rate of a step."""
+    return lr(step) if callable(lr) else lr
+
+
+def _divided(part: FlatRange, rule: Rule) -> list[Piece]:
+    """Return what rules update a part of the memory, with new states."""
+    divided = rule.divide(part) if isinstance(rule, DividingRule) else [(part, rule)]
+    return [Piece(piece, own, own.init(piece.data)) for piece, own in divided]
+
+
 def _zeros(data: Array) -> Array:
     return xp_of(data).zeros_like(widened(data[:0]), shape=data.shape)
 
@@ -140,12 +151,27 @@ def is_matrix(p: Parameter) -> bool:
     return p.ndim >= 2
 
 
+@runtime_checkable
+class DividingRule(Rule, Protocol):
+    """A rule that is several: it says which part of the memory each is for (`muon.py`)."""
+
+    def divide(self, part: FlatRange) -> Iterable[tuple[FlatRange, Rule]]: ...
+
+
+class Piece(NamedTuple):
+    """Memory that one rule updates, and the rule's state for it."""
+
+    range: FlatRange
+    rule: Rule
+    state: dict[str, Array]
+
+
 class Optimizer:
     """Applies a rule to parameters, wherever their memory lies.
 
     Args:
         params: distinct parameters in model order; those without an owner get a FlatBuffer.
-        rule: SGD, AdamW or your own `Rule`.
+        rule: SGD, AdamW, Muon or your own `Rule`.
         decays: which parameters weight decay applies to; by default those with two or more axes.
         max_norm: clip by the norm of all gradients of `params` in each step; None: by nothing. On a GPU this waits for
             nothing, as `clip_by_global_norm` would.
@@ -180,7 +206,8 @@ class Optimizer:
         self.num_steps = 0
         self.is_captured = False
         adopted = FlatBuffer.adopt(self.params)
-        self._ranges = [(part, rule.init(part.data)) for part in (adopted if parts is None else parts)]
+        self._parts = list(adopted if parts is None else parts)
+        self._pieces = {part: _divided(part, rule) for part in self._parts}
         self._norm = 0.0
         self._whole_step = self._new_whole_step()
 
@@ -197,7 +224,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        return self.rule.lr(self.num_steps) if callable(self.rule.lr) else self.rule.lr
+        return _at(self.rule.lr, self.num_steps)
 
     def step(self) -> None:
         """Update every parameter that requires grad; a gradient that no backward reached counts as zero.
@@ -209,26 +236,26 @@ class Optimizer:
         if self._whole_step is not None:
             if not self.is_captured:
                 self.advance()
-            self._whole_step.apply([self._piece(part, state) for part, state in self._ranges])
-            for part, _ in self._ranges:
+            self._whole_step.apply([self._on_device(piece) for pieces in self._pieces.values() for piece in pieces])
+            for part in self._parts:
                 part.note_change("the optimizer", copied=True)
             return
         if self.max_norm is not None:
             self._norm = clip_by_global_norm(self.params, self.max_norm)
-        lr = self.lr
-        for part, state in self._ranges:
-            self._update(part, part.data, part.grad, state, lr, self.num_steps)
+        for part in self._parts:
+            self._update(part, part.data, part.grad, self.num_steps)
         self.num_steps += 1
 
-    def _update(
-        self, part: FlatRange, values: Array, grad: Array, state: dict[str, Array], lr: float, step: int
-    ) -> None:
+    def _update(self, part: FlatRange, values: Array, grad: Array, step: int) -> None:
         """Update `values`, those of a part of the memory, by their gradients."""
-        for run, decay in self._runs(part):
-            own = slice(run.start - part.start, run.stop - part.start)
-            own_state = {name: array[own] for name, array in state.items()}
-            self.rule.update(values[own], grad[own], own_state, lr=lr, step=step, decay=decay)
-            run.note_change("the optimizer")
+        for piece, rule, state in self._pieces[part]:
+            lr = _at(rule.lr, step)
+            for run, decay in self._runs(piece):
+                own = slice(run.start - part.start, run.stop - part.start)
+                of_piece = slice(run.start - piece.start, run.stop - piece.start)
+                own_state = {name: array[of_piece] for name, array in state.items()}
+                rule.update(values[own], grad[own], own_state, lr=lr, step=step, decay=decay)
+                run.note_change("the optimizer")
 
     def advance(self) -> None:
         """Tell a GPU the numbers of the next step, and count it. `step` does so, unless it is being captured."""
@@ -238,14 +265,15 @@ class Optimizer:
 
     def _new_whole_step(self) -> Any:
         """Return what does a whole step on a GPU, or None where parts are updated one by one."""
-        if not self._ranges or not isinstance(self.rule, AdamW):
+        if not self._parts or not isinstance(self.rule, AdamW):
             return None
-        if any(part.data.dtype != np.float32 for part, _ in self._ranges):
+        if any(part.data.dtype != np.float32 for part in self._parts):
             return None
-        return self.rule.whole_step(self._ranges[0][0].data, self.max_norm)
+        return self.rule.whole_step(self._parts[0].data, self.max_norm)
 
-    def _piece(self, part: FlatRange, state: dict[str, Array]) -> tuple[Any, ...]:
-        """Return a part as a whole step takes it."""
+    def _on_device(self, piece: Piece) -> tuple[Any, ...]:
+        """Return a piece as a whole step takes it."""
+        part, _, state = piece
         kinds = groupby(part.params, lambda p: FROZEN if not p.requires_grad else int(self.decays(p)))
         lengths = tuple([(sum(p.size for p in run), kind) for kind, run in kinds])
         return part.data, part.grad, state["m"], state["v"], part.copy, lengths
@@ -264,9 +292,9 @@ class Optimizer:
         Raises:
             ValueError: a parameter has no name.
         """
-        for part, state in self._ranges:
+        for piece, _, state in (piece for pieces in self._pieces.values() for piece in pieces):
             for key, array in state.items():
-                for p, held in slices_in(part, array):
+                for p, held in slices_in(piece, array):
                     if not p.name:
                         raise ValueError(f"state is told apart by the names of parameters, but {p.label} has none")
                     yield f"{key}/{p.name}", held

@@ -343,7 +343,11 @@ class GradientBucketManager:
         grad = bucket.range.grad  # zeros where no backward reached
         if self._share != 1:
             grad *= grad.dtype.type(self._share)
-        return self._comm_hook(grad, self.comm)
+        return self._hook_of(bucket)(grad, self.comm)
+
+    def _hook_of(self, bucket: Bucket) -> CommHook:
+        """Return how a bucket travels."""
+        return self._comm_hook
 
     def settle(self, bucket: Bucket) -> None:
         """Block until a bucket that was launched is there."""

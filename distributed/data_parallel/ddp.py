@@ -56,6 +56,7 @@ class DistributedDataParallel:
         bucket_bytes, comm_hook: see `GradientBucketManager`.
         zero: what ranks share out among them and no longer hold each: 0 nothing, 1 the optimizer's state, 2 that and
             gradients; see `sharded.py`. Make the optimizer by `ddp.optimizer(rule)`. One rank alone has all, as with 0.
+        whole: which parameters no shard cuts: with zero, what a rule needs whole, such as `muon.is_hidden_matrix`.
         step_early: let `wait` return, and a step begin, before all buckets are there; the next forward waits only for
             the layers that it needs: see `early.py`. Make the optimizer by `ddp.optimizer(rule)`.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
@@ -82,6 +83,7 @@ class DistributedDataParallel:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook = allreduce,
         zero: int = 0,
+        whole: Callable[[Parameter], bool] | None = None,
         step_early: bool = False,
         check_every: int = 0,
         recorder: Recorder | None = None,
@@ -104,7 +106,13 @@ class DistributedDataParallel:
         last = getattr(model, "tied", ())
         if zero and comm.size > 1:
             self.buckets: GradientBucketManager = ShardedBuckets(
-                self.params, self.comm, bucket_bytes=bucket_bytes, last=last, recorder=self.recorder, level=zero
+                self.params,
+                self.comm,
+                bucket_bytes=bucket_bytes,
+                last=last,
+                recorder=self.recorder,
+                level=zero,
+                whole=whole,
             )
         elif step_early and comm.size > 1:
             self.buckets = EarlyBuckets(

@@ -23,7 +23,6 @@ from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketM
 from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.trace.recorder import Recorder
-from minigrad.backend import Array
 from minigrad.flat import TensorSlice
 from minigrad.optim import Optimizer, Rule, is_matrix
 from minigrad.parameter import Hold, Parameter, check_usable
@@ -122,10 +121,9 @@ class EarlyOptimizer(Optimizer):
         check_usable(self.params, "optimizer.step() with", in_part=True)
         for arrival in self._buckets.arrivals:  # of a step before, if nobody has read them
             arrival.land()
-        lr, step = self.lr, self.num_steps
         self._buckets.arrivals = []
-        for bucket, (_, state) in zip(self._buckets.buckets, self._ranges, strict=True):
-            wait, update = self._parts_of_step(bucket, state, lr, step)
+        for bucket in self._buckets.buckets:
+            wait, update = self._parts_of_step(bucket, self.num_steps)
             if bucket.work is None or bucket.is_landed or bucket.work.test():
                 wait()
                 update()
@@ -137,9 +135,7 @@ class EarlyOptimizer(Optimizer):
         self._buckets.finish()
         return super().state_slices()
 
-    def _parts_of_step(
-        self, bucket: Bucket, state: dict[str, Array], lr: float, step: int
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _parts_of_step(self, bucket: Bucket, step: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return what waits for a bucket, and what updates its parameters."""
         part, buckets = bucket.range, self._buckets
 
@@ -150,7 +146,7 @@ class EarlyOptimizer(Optimizer):
 
         def update() -> None:
             # Not `part.grad`: zero_grad has come in between, perhaps, and would have it filled with zeros.
-            self._update(part, part.data, part.flat.grad_slice(part.start, part.stop), state, lr, step)
+            self._update(part, part.data, part.flat.grad_slice(part.start, part.stop), step)
 
         return wait, update
 

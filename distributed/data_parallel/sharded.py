@@ -26,7 +26,7 @@ Source: Rajbhandari et al. 2020, ZeRO, sections 5.1, 5.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NoReturn
 
 from distributed.clipping import joint_norm
@@ -34,11 +34,12 @@ from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.work import JoinedWork
 from distributed.data_parallel.arrivals import Arrival, waiting_for_values
 from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketManager
+from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
 from minigrad.flat import FlatRange, TensorSlice, slices_in
-from minigrad.optim import Optimizer, Rule, clip_arrays, is_matrix, norm_of
+from minigrad.optim import DividingRule, Optimizer, Rule, clip_arrays, is_matrix, norm_of
 from minigrad.parameter import Hold, Parameter, check_usable
 
 _IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
@@ -46,11 +47,36 @@ SHARDED = Hold(f"its grad is reduced, and {_IN_SHARDS}", final=True, partial=Tru
 KEPT = Hold(f"its grad is kept in shards, and {_IN_SHARDS}", open=True, final=True, partial=True, after_reset=UNREDUCED)
 
 
-def own_shard(part: FlatRange, comm: Communicator) -> FlatRange:
-    """Return this rank's share of a bucket: equal ones, and the last rank has what does not divide, too."""
-    share = (part.stop - part.start) // comm.size
-    start = part.start + comm.rank * share
-    return part.cut(start, part.stop if comm.rank == comm.size - 1 else start + share)
+def even_bounds(part: FlatRange, num_ranks: int) -> list[int]:
+    """Return where each rank's share of a bucket begins: equal ones, and the last rank has the rest; and the end."""
+    share = (part.stop - part.start) // num_ranks
+    return [part.start + rank * share for rank in range(num_ranks)] + [part.stop]
+
+
+def whole_bounds(part: FlatRange, is_whole: Callable[[Parameter], bool], loads: list[int]) -> list[int]:
+    """Return likewise where some parameters must not be cut: the least laden ranks get the most.
+
+    Args:
+        loads: elements that each rank has got so far; this bucket's are added.
+    """
+    level = (sum(loads) + part.stop - part.start) / len(loads)
+    wanted = [max(level - load, 0.0) for load in loads]
+    bounds, end = [part.start], 0.0
+    for share in wanted[:-1]:
+        end += share / max(sum(wanted), 1) * (part.stop - part.start)
+        bounds.append(max(bounds[-1], _uncut(part, part.start + round(end), is_whole)))
+    bounds.append(part.stop)
+    for rank, (start, stop) in enumerate(pairwise(bounds)):
+        loads[rank] += stop - start
+    return bounds
+
+
+def _uncut(part: FlatRange, place: int, is_whole: Callable[[Parameter], bool]) -> int:
+    """Return a place, or the nearer end of the parameter that it would cut and that must not be."""
+    for p in part.params:
+        if p.start < place < p.stop and is_whole(p):
+            return p.start if place - p.start < p.stop - place else p.stop
+    return place
 
 
 def reduce_to_shards(grad: Array, comm: Communicator) -> Work:
@@ -62,8 +88,23 @@ def reduce_to_shards(grad: Array, comm: Communicator) -> Work:
     return JoinedWork(works, lambda _: grad)
 
 
-def gather_shards(values: Array, comm: Communicator) -> Work:
-    """Collect the shards of all ranks in place; `values` is written when the Work is done, and not before."""
+def gather_shards(values: Array, comm: Communicator, bounds: Sequence[int] | None = None) -> Work:
+    """Collect the shards of all ranks in place; `values` is written when the Work is done, and not before.
+
+    Args:
+        bounds: where each rank's shard begins, and the end, where they are not equal.
+    """
+    if bounds is not None:
+        shards = [slice(start, stop) for start, stop in pairwise(bounds)]
+        copies = [
+            comm.broadcast(values[own].copy(), root=root) for root, own in enumerate(shards) if own.start < own.stop
+        ]
+
+        def put(results: list[Array]) -> Array:
+            values[bounds[0] : bounds[-1]] = xp_of(values).concatenate(results)
+            return values
+
+        return JoinedWork(copies, put)
     even = values.size - values.size % comm.size
     share = even // comm.size
     works = [comm.allgather(values[comm.rank * share : (comm.rank + 1) * share])] if even else []
@@ -85,10 +126,13 @@ class ShardedBuckets(GradientBucketManager):
 
     Args:
         level: 1 or 2, see above.
+        whole: which parameters no shard may cut: each has one owner, chosen so that ranks are laden alike. Buckets with
+            such a parameter are reduced by an allreduce.
         recorder: notes when buckets are under way.
 
     Attributes:
         shards: this rank's share of each bucket, in their order.
+        shards_by_rank: of each bucket, those of all ranks.
     """
 
     def __init__(
@@ -100,11 +144,22 @@ class ShardedBuckets(GradientBucketManager):
         last: Sequence[Parameter] = (),
         recorder: Recorder,
         level: int,
+        whole: Callable[[Parameter], bool] | None = None,
     ) -> None:
         hook = recorder.comm_hook(reduce_to_shards)
         super().__init__(params, comm, bucket_bytes=bucket_bytes, last=last, comm_hook=hook)
         self.recorder = recorder
-        self.shards = [own_shard(bucket.range, comm) for bucket in self.buckets]
+        self._allreduce = recorder.comm_hook(allreduce)
+        self._bounds: list[list[int] | None] = []  # of each bucket, where shares are not equal
+        loads = [0] * comm.size
+        for bucket in self.buckets:
+            has_whole = whole is not None and any(map(whole, bucket.range.params))
+            self._bounds.append(whole_bounds(bucket.range, whole, loads) if whole is not None and has_whole else None)
+        self.shards_by_rank = [
+            [bucket.range.cut(*ends) for ends in pairwise(uneven or even_bounds(bucket.range, comm.size))]
+            for bucket, uneven in zip(self.buckets, self._bounds, strict=True)
+        ]
+        self.shards = [by_rank[comm.rank] for by_rank in self.shards_by_rank]
         self._keeps_whole = level == 1
         self._kept: set[Parameter] = set()  # whose shards hold a sum that this backward adds to
         self._kept_grads: list[Array] = []
@@ -143,9 +198,15 @@ class ShardedBuckets(GradientBucketManager):
             part = bucket.range
             whole = xp_of(shard.data).zeros(part.stop - part.start, part.flat.grad.dtype)
             whole[shard.start - part.start : shard.stop - part.start] = self.shard_grad(bucket.number)
-            gather_shards(whole, self.comm).wait()
+            self.gather(bucket, whole).wait()
             grads |= {p.name: held.array for p, held in slices_in(part, whole)}
         return grads
+
+    def gather(self, bucket: Bucket, values: Array) -> Work:
+        """Launch what brings every rank's share of a bucket to all; `values` is written when it is done."""
+        bounds = self._bounds[bucket.number]
+        start = bucket.range.start
+        return gather_shards(values, self.comm, None if bounds is None else [bound - start for bound in bounds])
 
     def scale_to_norm(self, norm: float, max_norm: float) -> None:
         clip_arrays((grad for _, grad in self._own(self.params)), norm, max_norm)
@@ -171,6 +232,9 @@ class ShardedBuckets(GradientBucketManager):
                 if other.work is not None and not other.is_landed and other.work.test():
                     self.settle(other)
         return super()._launch(bucket)
+
+    def _hook_of(self, bucket: Bucket) -> CommHook:
+        return self._comm_hook if self._bounds[bucket.number] is None else self._allreduce
 
     def _land(self, bucket: Bucket) -> None:
         if self._keeps_whole:
@@ -210,6 +274,9 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, buckets: ShardedBuckets, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> None:
+        if isinstance(rule, DividingRule):
+            for shard in (shard for by_rank in buckets.shards_by_rank for shard in by_rank):
+                list(rule.divide(shard))  # what it refuses, it refuses on every rank
         super().__init__(buckets.params, rule, decays=decays, parts=buckets.shards)
         # In half precision what is trained is here, in shards, and the parameters have the copy that ops see.
         self._masters = [part.data.copy() if part.copy is not None else None for part in buckets.shards]
@@ -227,24 +294,23 @@ class ShardedOptimizer(Optimizer):
         """
         self._buckets.check_reduced("optimizer.step() with")
         self.finish()
-        lr = self.lr
-        for number, (part, state) in enumerate(self._ranges):
+        for number, part in enumerate(self._parts):
             grad, master = self._buckets.shard_grad(number), self._masters[number]
             if master is None:
-                self._update(part, part.data, grad, state, lr, self.num_steps)
+                self._update(part, part.data, grad, self.num_steps)
             else:
                 _follow(master, part.data)
-                self._update(part, master, grad, state, lr, self.num_steps)
+                self._update(part, master, grad, self.num_steps)
                 part.data[...] = master
         self.num_steps += 1
-        moved = [b.range for b in self._buckets.buckets if any(p.requires_grad for p in b.range.params)]
-        self._arrivals = [self._gather(part) for part in reversed(moved)]  # the first layers first
+        moved = [bucket for bucket in self._buckets.buckets if any(p.requires_grad for p in bucket.range.params)]
+        self._arrivals = [self._gather(bucket) for bucket in reversed(moved)]  # the first layers first
 
-    def _gather(self, part: FlatRange) -> Arrival:
+    def _gather(self, bucket: Bucket) -> Arrival:
         """Launch what brings a bucket's parameters to all ranks."""
-        comm, recorder = self._buckets.comm, self._buckets.recorder
+        part, comm, recorder = bucket.range, self._buckets.comm, self._buckets.recorder
         size = f"{part.data.nbytes / 2**20:.2f} MiB"
-        work = recorder.watch("gather", size, lambda: gather_shards(part.data, comm))
+        work = recorder.watch("gather", size, lambda: self._buckets.gather(bucket, part.data))
 
         def bring() -> None:
             with waiting_for_values(part, comm, recorder):
@@ -270,7 +336,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def master_slices(self) -> Iterator[tuple[Parameter, TensorSlice]]:
-        for (part, _), master in zip(self._ranges, self._masters, strict=True):
+        for part, master in zip(self._parts, self._masters, strict=True):
             if master is not None:
                 yield from slices_in(part, master)
 

@@ -228,6 +228,7 @@ class LayoutSettings(HybridSettings):
     width: int = other_default(GPTSettings, "width", 128)
     dropout: float = flag(0.0, "share of activations dropped in training, from 0 to below 1", "P")
     bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
+    optimizer: str = flag("adamw", "adamw, or muon for the hidden matrices and adamw for the rest")
     zero: int = flag(0, "replicas share out 1: the optimizer's state, 2: gradients too; 0: each has all")
     check_every: int = flag(0, "steps between two comparisons of the replicas' weights, bit by bit; 0 never compares")
     device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", "{cpu,cuda}")
@@ -240,6 +241,7 @@ class LayoutSettings(HybridSettings):
         yield 0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, got {self.dropout}"
         finite = 0 < self.bucket_mb * 2**20 < math.inf
         yield finite, f"--bucket-mb must be above 0 and finite, got {self.bucket_mb}"
+        yield self._one_of("optimizer", ("adamw", "muon"))
         yield self.zero in (0, 1, 2), f"--zero must be 0, 1 or 2, got {self.zero}"
         yield self.check_every >= 0, f"--check-every must not be negative, got {self.check_every}"
         yield self._one_of("device", DEVICES)

@@ -13,6 +13,7 @@ from distributed import DistributedDataParallel, LocalWorld, Mesh, clip_by_globa
 from distributed.data_parallel.sharded import gather_shards, reduce_to_shards
 from minigrad import nn, optim, rng
 from minigrad.models import gpt
+from minigrad.muon import Muon, is_hidden_matrix
 from minigrad.precision import use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
@@ -22,6 +23,7 @@ RULES = {
     "sgd": optim.SGD(0.3),
     "momentum": optim.SGD(lambda step: 0.3 / (1 + step), momentum=0.9, weight_decay=0.1),
     "adamw": optim.AdamW(0.01),
+    "muon": Muon(0.02, others=optim.AdamW(0.01)),
 }
 LEVELS = (1, 2)
 deterministic = pytest.mark.ranks(2, 3)
@@ -33,7 +35,9 @@ def train(comm, zero, *, pp=1, schedule="1f1b", rule="adamw", max_norm=np.inf, n
     stages = PipelineStage.of(gpt.layers(CONFIG), mesh.pp, SCHEDULES[schedule], dtype=np.float64)
     for p in stages.parameters():
         p.requires_grad = p.name not in frozen
-    ddp = DistributedDataParallel(stages, mesh.dp, bucket_bytes=2000, zero=zero, check_every=2)
+    ddp = DistributedDataParallel(
+        stages, mesh.dp, bucket_bytes=2000, zero=zero, whole=getattr(RULES[rule], "chooses", None), check_every=2
+    )
     optimizer = ddp.optimizer(RULES[rule])
     pipe = PipelineExecutor(stages, mesh.pp, SCHEDULES[schedule], num_microbatches=4, loss_fn=mg.cross_entropy)
     samples = SAMPLES[mesh.dp.size]
@@ -215,6 +219,31 @@ def test_what_is_assigned_to_parameters_of_half_precision_is_trained_on(ranks):
 
     for values in ranks.run(program):
         np.testing.assert_array_equal(values, np.float16(2 - 1 / 3))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_each_whole_matrix_has_one_owner_and_all_are_laden_alike(ranks):
+    def program(comm):
+        layers = gpt.layers(gpt.GPTConfig(vocab_size=64, context=8, num_layers=6, num_heads=2, width=32))
+        param = nn.ParamGetter(0, np.float32)
+        model = nn.Sequential(factory(param) for _, factory in layers)
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=40_000, zero=1, whole=is_hidden_matrix)
+        shards = ddp.buckets.shards
+        owned = [p for s in shards for p in s.params if is_hidden_matrix(p)]
+        assert all(s.start <= p.start and p.stop <= s.stop for s in shards for p in s.params if is_hidden_matrix(p))
+        with pytest.raises(ValueError, match=r"Muon needs whole matrices, but .* is cut: see whole= of the shards"):
+            DistributedDataParallel(Toy(4), comm, zero=1).optimizer(Muon(0.1, chooses=lambda p: p.name == "w"))
+        return (
+            [p.name for p in owned],
+            sum(s.stop - s.start for s in shards),
+            len([*filter(is_hidden_matrix, ddp.params)]),
+        )
+
+    results = ranks.run(program)
+    names = [name for owned, _, _ in results for name in owned]
+    assert len(names) == len(set(names)) == results[0][2]
+    loads = [load for _, load, _ in results]
+    assert max(loads) < 1.15 * sum(loads) / len(loads)
 
 
 # What is refused

@@ -21,7 +21,8 @@ def test_each_flag_sets_its_field() -> None:
     line = (
         "--steps 3 --batch 5 --lr 0.5 --seed 9 --run folder --save-every 7 --keep 2 --progress lines --quiet"
         " --layers 6 --heads 7 --width 14 --context 8 --dropout 0.25 --text file --vocab 300 --dtype float64"
-        " --dp 1 --pp 1 --schedule gpipe --microbatches 2 --bucket-mb 1.5 --zero 2 --check-every 3 --device cuda"
+        " --dp 1 --pp 1 --schedule gpipe --microbatches 2 --bucket-mb 1.5 --optimizer muon --zero 2"
+        " --check-every 3 --device cuda"
     )
     settings = read_settings(LayoutSettings, "", line.split())
     assert settings == LayoutSettings(
@@ -45,6 +46,7 @@ def test_each_flag_sets_its_field() -> None:
         schedule="gpipe",
         microbatches=2,
         bucket_mb=1.5,
+        optimizer="muon",
         zero=2,
         check_every=3,
         device="cuda",
@@ -87,6 +89,7 @@ def test_only_a_pipeline_cuts_its_batch() -> None:
         ({"seed": -1}, 1, "--seed must be from 0 to 2**64 - 1, got -1"),
         ({"seed": 2**64}, 1, f"--seed must be from 0 to 2**64 - 1, got {2**64}"),
         ({"check_every": -1}, 1, "--check-every must not be negative, got -1"),
+        ({"optimizer": "sgd"}, 1, "--optimizer must be one of adamw, muon, got sgd"),
         ({"zero": 3}, 1, "--zero must be 0, 1 or 2, got 3"),
         ({"bucket_mb": 0.0}, 1, "--bucket-mb must be above 0 and finite, got 0.0"),
         ({"bucket_mb": math.inf}, 1, "--bucket-mb must be above 0 and finite, got inf"),

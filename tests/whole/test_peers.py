@@ -17,6 +17,7 @@ from op_table import Row, is_array, is_float
 import minigrad as mg
 from minigrad import ops
 from minigrad.models import GPT, GPTConfig
+from minigrad.muon import Muon
 from minigrad.optim import AdamW, Optimizer
 
 pytestmark = pytest.mark.peers
@@ -128,3 +129,21 @@ def test_a_peer_of_another_size_is_refused(torch: ModuleType) -> None:
     deeper = GPT(GPTConfig(**{**SIZES, "num_layers": 3}))
     with pytest.raises(ValueError, match=r"the models differ: \['block2.attention.out.bias', "):
         peer.load(deeper.state_dict())
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
+def test_muon_steps_as_pytorchs(torch: ModuleType, shape: tuple[int, int]) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch.optim.Muon came with PyTorch 2.9")
+    generator = np.random.default_rng(0)
+    w = mg.Parameter(generator.standard_normal(shape).astype(np.float32), "w")
+    peer = torch.nn.Parameter(torch.tensor(w.data.T.copy()))  # PyTorch's weights are (outputs, inputs)
+    optimizer = Optimizer([w], Muon(0.1, weight_decay=0.1))
+    peer_optimizer = torch.optim.Muon([peer], lr=0.1, weight_decay=0.1)
+    for _ in range(4):
+        w.grad = generator.standard_normal(shape).astype(np.float32)
+        peer.grad = torch.tensor(w.grad.T.copy())
+        optimizer.step()
+        peer_optimizer.step()
+        # PyTorch makes its products in bfloat16: 3 digits of a change of about 0.1 / sqrt(16).
+        np.testing.assert_allclose(w.data, peer.detach().numpy().T, atol=3e-3)
