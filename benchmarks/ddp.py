@@ -34,9 +34,10 @@ from typing import Any
 from ddp_bound import exposed_seconds
 from engine_jobs import BATCH, SIZES
 from pinned_workers import ONE_THREAD, environment, interleave, once
+from results_file import FOLDER, keep
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "ddp.txt"
+RESULTS = FOLDER / "ddp.txt"
 Report = Callable[[Sequence[str], int], Iterator[str]]  # (launcher, rounds) -> lines
 TWO_HOSTS = str(HERE / "two_hosts")
 NUM_RANKS = 2
@@ -281,8 +282,7 @@ def run(description: str | None, report: Report, results: Path, *, rounds: int) 
         lines.append(line)
     lines.append(f"took {(time.perf_counter() - start) / 60:.0f} minutes")
     print(lines[-1])
-    results.parent.mkdir(exist_ok=True)
-    results.write_text("\n".join(lines) + "\n")
+    keep(lines, results, is_default=args.rounds == rounds)
 
 
 if __name__ == "__main__":

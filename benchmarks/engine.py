@@ -15,13 +15,13 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median, quantiles
 
 from engine_jobs import CHAIN
 from pinned_workers import interleave, once
+from results_file import FOLDER, keep
 
-RESULTS = Path(__file__).parent / "results" / "engine.txt"
+RESULTS = FOLDER / "engine.txt"
 
 STEP_RATIO = {"nano-cpu": 0.78, "baby": 0.84}  # targets: minigrad's step over PyTorch's
 PRODUCTS_RATIO = {"nano-cpu": 1.20, "baby": 1.13}  # over its own matrix products
@@ -178,8 +178,7 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     lines.append(f"took {(time.perf_counter() - start) / 60:.0f} minutes")
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
+    keep(lines, RESULTS, is_default=args == parser.parse_args([]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from generation_steps import TEXTS
 from pinned_workers import DROPPED, serve
 
 SIZES = {  # of nanoGPT's recipe for a CPU, and of its "baby" GPT; called as in GPTConfig
@@ -184,6 +185,13 @@ def step_seconds(engine: str, size: str) -> Step:
     return lambda: median(seconds(step) for _ in range(STEPS_A_TURN[size]))
 
 
+def text_seconds(writer: str, size: str) -> Step:
+    """Measure the writing of one text, after one that warms up."""
+    write = TEXTS[writer](SIZES[size])
+    write()
+    return lambda: seconds(write)
+
+
 def first_step_seconds(engine: str, size: str) -> Step:
     """Measure what a new process takes until its first training step is done, imports of the engine included."""
     return lambda: seconds(lambda: STEPS[engine](size)())
@@ -323,6 +331,7 @@ JOBS: dict[str, Callable[..., Step]] = {
     "first": first_step_seconds,
     "memory": step_peak_bytes,
     "chain": chain_seconds,
+    "text": text_seconds,
     "import": import_seconds,
     "machine": machine,
 }

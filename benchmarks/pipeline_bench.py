@@ -12,12 +12,12 @@ nothing, on average over ranks. The simulator predicts it from the times of the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ddp import NUM_RANKS, Line, Result, free_port, header, products, run, run_job, seconds
 from engine_jobs import BATCH, SIZES
+from results_file import FOLDER
 
-RESULTS = Path(__file__).parent / "results" / "pipeline.txt"
+RESULTS = FOLDER / "pipeline.txt"
 SIZE = "baby"
 NUM_MICROBATCHES = 8
 TURNS = 4

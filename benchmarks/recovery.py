@@ -18,12 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from pinned_workers import environment
+from results_file import FOLDER, keep
 
 from distributed import Communicator, DistributedDataParallel, world
 from distributed.data import TokenBatches
@@ -35,7 +35,7 @@ from minigrad.optim import AdamW, Optimizer
 BATCH, CONTEXT = 24, 64
 NUM_STEPS, NUM_WARMUP_STEPS = 60, 10
 KILL_AT = 20
-RESULTS = Path(__file__).parent / "results" / "recovery.txt"
+RESULTS = FOLDER / "recovery.txt"
 # name -> survive, heal, steps between two rounds of copies in a buddy's memory, whether rank 1 is killed
 JOBS: dict[str, tuple[bool, str, int, bool]] = {
     "ends with a death": (False, "replace", 0, False),
@@ -95,7 +95,7 @@ def measure(name: str) -> dict[str, float]:
     return result
 
 
-def compare(num_runs: int) -> None:
+def compare(num_runs: int, *, is_default: bool) -> None:
     """Run the jobs in turn; print medians, ratios and targets."""
     results: dict[str, list[dict[str, float]]] = {name: [] for name in JOBS}
     for _ in range(num_runs):
@@ -122,19 +122,18 @@ def compare(num_runs: int) -> None:
         if name == "survives, copies every 10 steps":
             lines.append(f"{'rank 1 is killed':<36}{'s to go on':>10}{'healing':>8}{'target':>8}")
     print("\n".join(lines))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
+    keep(lines, RESULTS, is_default=is_default)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="of each job (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each job (default: %(default)s)")
     parser.add_argument("--job", choices=JOBS, help="be one job of the comparison")
     args = parser.parse_args()
     if args.job is not None:
         run_job(args.job)
     else:
-        compare(args.runs)
+        compare(args.rounds, is_default=args.rounds == parser.get_default("rounds"))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 from pinned_workers import environment
+from results_file import FOLDER, keep
 
 from distributed import DistributedDataParallel, world
 from minigrad import backward_with_hooks, cross_entropy
@@ -29,7 +29,7 @@ from minigrad.optim import AdamW, Optimizer
 
 BATCH = 24  # sequences for each rank
 CONTEXT = 64
-RESULTS = Path(__file__).parent / "results" / "scaling.txt"
+RESULTS = FOLDER / "scaling.txt"
 
 
 def measure(batch: int, num_steps: int) -> None:
@@ -53,7 +53,7 @@ def measure(batch: int, num_steps: int) -> None:
         print(json.dumps({"tokens_per_second": batch * CONTEXT / statistics.median(seconds), "affinity": affinity}))
 
 
-def compare(launcher: list[str], num_runs: int, num_steps: int) -> None:
+def compare(launcher: list[str], num_runs: int, num_steps: int, *, is_default: bool) -> None:
     """Run the three jobs in turn and print medians, ratios and targets."""
     jobs = {
         "1 process": ([], BATCH),
@@ -82,21 +82,21 @@ def compare(launcher: list[str], num_runs: int, num_steps: int) -> None:
         verdict = "" if target is None else f"{target:>8.2f}x  {'met' if ratio >= target else 'missed'}"
         lines.append(f"{name:<28}{statistics.median(speeds[name]):>10,.0f}{ratio:>7.2f}x{verdict}")
     print("\n".join(lines))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
+    keep(lines, RESULTS, is_default=is_default)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launcher", default="mpirun", help="the command that starts ranks, with its flags but -n")
-    parser.add_argument("--runs", type=int, default=5, help="of each job (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each job (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="of each run (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="be one job of the comparison: measure this batch")
     args = parser.parse_args()
     if args.batch is not None:
         measure(args.batch, args.steps)
     else:
-        compare(args.launcher.split(), args.runs, args.steps)
+        is_default = (args.rounds, args.steps) == (parser.get_default("rounds"), parser.get_default("steps"))
+        compare(args.launcher.split(), args.rounds, args.steps, is_default=is_default)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ class _Reader:
         layers: list[Any] = model.layers
         self._model = model
         self._embed, *self._blocks, self._head = layers
+        self._modules = list(model.modules())  # once: looking for them takes as long as a block
         self.caches: list[KeyValueCache] = []
 
     def read(self, tokens: Sequence[int]) -> Array:
@@ -123,8 +124,9 @@ class _Reader:
             self.caches = [KeyValueCache(context) for _ in self._blocks]
         window = np.asarray([tokens[max(start, len(tokens) - context) :]])
         window = xp_of(self._embed.position.data).asarray(window)
-        training = self._model.training
-        self._model.eval()
+        in_training = [module for module in self._modules if module.training]
+        for module in in_training:
+            module.training = False
         try:
             with no_grad():
                 x = self._embed(window, start)
@@ -132,5 +134,6 @@ class _Reader:
                     x = block(x, cache)
                 logits: Array = self._head(x[:, -1:]).data[0, 0]
         finally:
-            self._model.train(training)
+            for module in in_training:
+                module.training = True
         return to_host(logits)

@@ -133,6 +133,8 @@ class MultiHeadAttention(Module):
         # (B, T, 3 C) -> three of (B, heads, T, d)
         q, k, v = qkv.data.reshape(batch, time, 3, self.num_heads, -1).transpose(2, 0, 3, 1, 4)
         keys, values = cache.extend(k, v)
-        sees = xp_of(q).tri(time, cache.length, cache.length - time, dtype=bool)  # row t: up to t of the new ones
+        sees = None  # a single new position sees all
+        if time > 1:
+            sees = xp_of(q).tri(time, cache.length, cache.length - time, dtype=bool)  # row t: up to t of the new ones
         y = scaled_dot_product_attention(q, keys, values, mask=sees)
         return self.out(y.swapaxes(1, 2).reshape(batch, time, width))

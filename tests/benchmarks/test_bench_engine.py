@@ -9,8 +9,11 @@ from collections import Counter
 import pytest
 from engine import Line, ratio
 from engine_jobs import BATCH, SIZES, STEPS, matrix_products, products_by_op, status_bytes
+from generation_steps import PROMPT, TEXTS
 from pinned_workers import KEEP_FREED_MEMORY, Worker, environment, interleave, once
 from step_profile import profiled
+
+from minigrad.models import GPT, GPTConfig
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 WITHOUT_TORCH = [name for name in STEPS if "torch" not in name]
@@ -85,6 +88,20 @@ def test_the_matrix_products_are_those_of_a_step() -> None:
     attention = s["num_layers"] * s["context"] * s["width"]  # of each query, for one of six products
     multiplications = sum(a.size * b.shape[-1] for a, b, _ in matrix_products("nano-cpu"))
     assert multiplications == rows * (3 * linear + 6 * attention)
+
+
+def test_texts_are_written_until_the_context_is_full() -> None:
+    with_cache, anew = (TEXTS[writer](SIZES["tiny"])() for writer in ("minigrad", "minigrad-anew"))
+    assert with_cache == anew
+    assert len(with_cache) == SIZES["tiny"]["context"] - len(PROMPT)
+    assert once(["text", "minigrad", "tiny"]) > 0
+
+
+@pytest.mark.peers
+def test_torch_writes_the_same_text() -> None:
+    pytest.importorskip("torch")
+    sizes = SIZES["tiny"]
+    assert TEXTS["torch"](sizes, GPT(GPTConfig(**sizes)).state_dict())() == TEXTS["minigrad"](sizes)()
 
 
 def test_the_profile_of_a_step_has_the_products_that_are_measured_alone() -> None:

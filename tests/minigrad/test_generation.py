@@ -51,6 +51,9 @@ def test_the_model_is_left_in_training_with_nothing_recorded():
     model = model_of()
     first(3, generate(model, [1]))
     assert model.training
+    model.layers[1].eval()  # and so is every part of it
+    first(3, generate(model, [1]))
+    assert [module.training for module in model.modules()].count(False) == len(list(model.layers[1].modules()))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
