@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline.cli import check, compare, draw, dump, search, simulate, sweep, verify
+from pipeline.cli import check, compare, draw, dump, memory, search, simulate, sweep, verify
 
 PROGRAM = "python -m pipeline"
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "check": check,
     "verify": verify,
     "sweep": sweep,
+    "memory": memory,
     "search": search,
     "dump": dump,
 }

@@ -1,0 +1,198 @@
+"""What a stage keeps in bytes: measured once, by one micro-batch through the whole model in one process.
+
+kept = stage_bytes(layers, x, num_stages=4, loss_fn=lambda out: mg.cross_entropy(out, y), rule=AdamW(lr=1e-3))
+print(rank_bytes(kept, SCHEDULES["1f1b"], num_ranks=4, num_microbatches=8))
+
+NumPy tells tracemalloc of each array, so what is counted is what is there, whatever ops keep. (Arrays of a GPU are not
+seen.) Dropout masks, recomputation and casts are in it; the arrays of a data loader are not.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minigrad import rng
+from minigrad.backend import Array
+from minigrad.hooks import Hooks
+from minigrad.nn import LayerFactory, ParamGetter
+from minigrad.optim import Rule
+from minigrad.parameter import Parameter
+from minigrad.tensor import Tensor
+from pipeline.runtime.boundary import Bundle
+from pipeline.runtime.partition import StageSpec, cut
+from pipeline.runtime.stage import PipelineStage
+from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.simulate import simulate
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What one stage holds, in bytes.
+
+    Attributes:
+        weights, gradients: of its parameters.
+        optimizer: state of the rule.
+        activations: what one micro-batch keeps from F to B, its input included.
+        deferred: what it keeps from B to W.
+        working: the most that an action needs besides, while it runs.
+        message: its input, for which a receive is posted before it is needed.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    deferred: int
+    working: int
+    message: int
+
+    def static(self, *, num_shards: int = 1, sharded: Sequence[str] = ("optimizer",)) -> float:
+        """Return what is held in any case.
+
+        Args:
+            num_shards: replicas that share what is sharded, a part each.
+            sharded: which of weights, gradients and optimizer are.
+        """
+        names = ("weights", "gradients", "optimizer")
+        unknown = [name for name in sharded if name not in names]
+        if unknown or num_shards < 1:
+            raise ValueError(f"{', '.join(names)} are shared by at least 1 shard, got {list(sharded)} and {num_shards}")
+        return sum(getattr(self, name) / (num_shards if name in sharded else 1) for name in names)
+
+
+def stage_bytes(
+    layers: Sequence[tuple[str, LayerFactory]],
+    x: Array,
+    *,
+    num_stages: int,
+    loss_fn: Callable[[Any], Tensor],
+    rule: Rule | None = None,
+    specs: Sequence[StageSpec] | None = None,
+    dtype: Any = np.float32,
+) -> list[StageBytes]:
+    """Measure what each stage of a model keeps for a micro-batch of the size of `x`.
+
+    The whole model is made once, in this process; memory is traced meanwhile.
+
+    Args:
+        loss_fn: from the output of the last stage to the loss.
+        rule: of the optimizer; None where there is none.
+        specs: how the layers are cut; by count of blocks by default.
+        dtype: of the parameters.
+    """
+    specs = cut([name for name, _ in layers], num_stages) if specs is None else specs
+    param = ParamGetter(0, dtype)
+    stages = [PipelineStage(s, [make(param) for _, make in layers[s.layer_start : s.layer_stop]]) for s in specs]
+    for p in (p for stage in stages for p in stage.parameters()):
+        p.fill_missing_grad()
+    with _traced(), rng.scope(seed=0, step=0):
+        return _through(stages, x, loss_fn, rule)
+
+
+def _through(
+    stages: Sequence[PipelineStage], x: Array, loss_fn: Callable[[Any], Tensor], rule: Rule | None
+) -> list[StageBytes]:
+    bundle = Bundle((x,), (False,), False)
+    inputs, activations, working, deferred = [], [], [], []
+    for stage in stages:
+        given = bundle  # lives on, so that nothing is freed in the block that was made before it
+        with _Used() as used:
+            arrived = _copy(given)
+            bundle, _ = stage.forward(0, arrived, finish=loss_fn if stage.is_last else None)
+            bundle = _copy(bundle)  # what the next one gets; here the output is gone once it is sent
+            inputs.append(sum(array.nbytes for array in arrived.arrays))
+            del arrived
+        output = sum(array.nbytes for array in bundle.arrays)
+        activations.append(used.kept - output)
+        working.append(used.peak - used.kept)
+    cotangents: Sequence[Any] = [1.0]
+    for number in reversed(range(len(stages))):
+        stage = stages[number]
+        with _Used() as used:
+            grads = stage.backward_input(0, cotangents, Hooks())
+        deferred.append(max(0, activations[number] + used.kept - sum(g.nbytes for g in grads)))
+        working[number] = max(working[number], used.peak)
+        cotangents = grads
+        del grads
+        with _Used() as used:
+            stage.backward_weight([0], Hooks())
+        working[number] = max(working[number], used.peak)
+    return [
+        StageBytes(*_static(stage.parameters(), rule), kept, later, most, message)
+        for stage, kept, later, most, message in zip(
+            stages, activations, reversed(deferred), working, inputs, strict=True
+        )
+    ]
+
+
+def rank_bytes(
+    stages: Sequence[StageBytes],
+    schedule: Schedule,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_shards: int = 1,
+    sharded: Sequence[str] = ("optimizer",),
+) -> list[float]:
+    """Return the most bytes that each rank holds in a step.
+
+    Args:
+        num_shards, sharded: see `StageBytes.static`.
+    Raises:
+        ValueError: the schedule does not allow these sizes, or has another number of stages.
+    """
+    if len(stages) != schedule.num_stages(num_ranks):
+        raise ValueError(f"{schedule.name} has {schedule.num_stages(num_ranks)} stages, got {len(stages)}")
+    timeline = simulate(schedule.orders(num_ranks, num_microbatches), num_stages=len(stages))
+    held = timeline.peak_memory([s.activations for s in stages], [s.deferred for s in stages])
+    for rank in range(num_ranks):
+        own = [stages[s] for s in range(len(stages)) if schedule.rank_of(s, num_ranks) == rank]
+        held[rank] += sum(stage.static(num_shards=num_shards, sharded=sharded) for stage in own)
+        held[rank] += max(stage.working for stage in own) + max(stage.message for stage in own)
+    return held
+
+
+def _static(params: Sequence[Parameter], rule: Rule | None) -> tuple[int, int, int]:
+    """Return the bytes of parameters, of their gradients, and of the optimizer's state."""
+    weights = sum(p.data.nbytes for p in params)
+    trained = [p for p in params if p.requires_grad]
+    gradients = sum(p.grad_view().nbytes for p in trained)
+    state = 0 if rule is None else sum(array.nbytes for p in trained for array in rule.init(p.data).values())
+    return weights, gradients, state
+
+
+def _copy(bundle: Bundle) -> Bundle:
+    return bundle._replace(arrays=tuple(array.copy() for array in bundle.arrays))
+
+
+@contextmanager
+def _traced() -> Iterator[None]:
+    before = tracemalloc.is_tracing()
+    if not before:
+        tracemalloc.start()
+    try:
+        yield
+    finally:
+        if not before:
+            tracemalloc.stop()
+
+
+class _Used:
+    """Counts the bytes that are kept after a block, and the most that were used in it."""
+
+    def __enter__(self) -> _Used:
+        gc.collect()
+        tracemalloc.reset_peak()
+        self._before = tracemalloc.get_traced_memory()[0]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        now, most = tracemalloc.get_traced_memory()
+        self.kept, self.peak = now - self._before, most - self._before

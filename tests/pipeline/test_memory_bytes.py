@@ -1,0 +1,78 @@
+"""What a stage keeps, in bytes: counted for shapes that can be counted by hand, and against a real pipeline's peak."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import needs_mpirun, run_job
+
+import minigrad as mg
+from minigrad import optim
+from minigrad.models import mlp
+from pipeline import SCHEDULES
+from pipeline.cli.main import main
+from pipeline.runtime.memory import StageBytes, rank_bytes, stage_bytes
+
+JOB = Path(__file__).parents[1] / "support" / "memory_peak.py"
+
+
+def measured(width=512, samples=256, **options):
+    x = np.ones((samples, width), np.float32)
+    y = np.zeros(samples, np.int64)
+    layers = mlp.layers([width, width, width, width])
+    return stage_bytes(layers, x, loss_fn=lambda output: mg.cross_entropy(output, y), **options)
+
+
+def test_weights_gradients_and_state_are_counted():
+    one, two, three = measured(num_stages=3, rule=optim.AdamW(lr=1e-3))
+    weights = 4 * (512 * 512 + 512)
+    for stage in (one, two, three):
+        assert (stage.weights, stage.gradients, stage.optimizer) == (weights, weights, 2 * weights)
+    assert measured(num_stages=3)[0].optimizer == 0
+    assert one.static(num_shards=4) == 2.5 * weights
+    assert one.static(num_shards=4, sharded=["gradients", "optimizer"]) == (1 + 3 / 4) * weights
+
+
+def test_a_micro_batch_keeps_the_input_of_its_product_and_what_its_nonlinearity_needs():
+    array = 4 * 256 * 512
+    first, middle, _ = measured(num_stages=3)
+    assert middle.message == array
+    assert array <= first.activations <= 2.1 * array
+    assert array <= middle.activations <= 2.1 * array
+    assert array <= middle.deferred <= 2.1 * array  # W needs the input and the cotangent
+
+
+def test_a_rank_holds_what_its_schedule_keeps():
+    stage = StageBytes(100, 100, 200, 10, 4, 3, 2)
+    schedule = SCHEDULES["1f1b"]
+    assert rank_bytes([stage] * 4, schedule, num_ranks=4, num_microbatches=8) == [445, 435, 425, 415]
+    sharded = rank_bytes([stage] * 4, schedule, num_ranks=4, num_microbatches=8, num_shards=2)
+    assert sharded == [345, 335, 325, 315]
+    assert rank_bytes([stage] * 4, SCHEDULES["zbv"], num_ranks=2, num_microbatches=8) == [845, 845]
+
+
+def test_wrong_sizes_are_refused():
+    stage = StageBytes(100, 100, 200, 10, 4, 3, 2)
+    with pytest.raises(ValueError, match="1f1b has 2 stages, got 3"):
+        rank_bytes([stage] * 3, SCHEDULES["1f1b"], num_ranks=2, num_microbatches=4)
+    with pytest.raises(ValueError, match=r"shared by at least 1 shard, got \['weight'\] and 2"):
+        stage.static(num_shards=2, sharded=["weight"])
+
+
+def test_the_command_measures_a_model(capsys):
+    assert main(["memory", "mlp", "1f1b", "zbv", "--pp", "2", "--microbatches", "4"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "1f1b: 2 stages on 2 ranks, 4 micro-batches"
+    assert [line.split()[0] for line in out[2:4]] == ["0", "1"]
+    assert len(out[4].removeprefix("a rank needs").split()) == 2
+    assert out[5].startswith("zbv: 4 stages on 2 ranks")
+    assert main(["memory", "mlp", "--pp", "20"]) == 2
+    assert "which must be at most the layers of the model" in capsys.readouterr().err
+
+
+@needs_mpirun
+@pytest.mark.long
+def test_it_is_within_5_percent_of_the_peak_of_a_real_pipeline():
+    names = ["gpipe", "1f1b", "zbv", "zero_bubble_h1"]
+    result = run_job(["-m", "mpi4py", str(JOB), *names], ranks=2)
+    assert result.returncode == 0, result.stderr[-2000:]
