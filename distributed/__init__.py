@@ -16,6 +16,7 @@ from distributed.comm.world import (
 )
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.data_parallel.exact import weights_sha256
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.data_parallel.trainer import (
     BucketedTrainer,
@@ -47,5 +48,6 @@ __all__ = [
     "launcher_rank",
     "launcher_size",
     "local_rank",
+    "weights_sha256",
     "world",
 ]

@@ -7,7 +7,8 @@ mpirun -n 2 python -m mpi4py examples/train_gpt.py --pp 2 --schedule 1f1b       
 mpirun -n 4 python -m mpi4py examples/train_gpt.py --dp 2 --pp 2                two pipelines
 mpirun -n 2 python -m mpi4py examples/train_gpt.py --dp 2 --zero 2              replicas share out state and gradients
 
-The same flags besides --dp and --pp give the same model, up to rounding, in every layout. A run that was ended, by
+The same flags besides --dp and --pp give the same model, up to rounding, in every layout; with --exact to the last bit,
+where dp * microbatches is the same. A run that was ended, by
 `kill -TERM`, by `kill -9` or by a power cut, goes on with --resume auto, in any layout.
 """
 
@@ -23,7 +24,7 @@ from common.command_line import read_settings, run_script
 from common.run import Run
 from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
-from distributed import DistributedDataParallel, Mesh, local_rank, world
+from distributed import DistributedDataParallel, Mesh, local_rank, weights_sha256, world
 from distributed.data.batches import TokenBatches, validation_batches
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
@@ -73,6 +74,7 @@ def main() -> None:
         bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
         zero=settings.zero,
         whole=rule.chooses if isinstance(rule, Muon) else None,
+        sums="exact" if settings.exact else "plain",
         check_every=settings.check_every,
         recorder=pipe.recorder,
     )
@@ -103,6 +105,8 @@ def main() -> None:
         if guard.allows(grad_norm):  # the same number on every rank
             optimizer.step()
         run.log(ddp.mean(loss), grad_norm=grad_norm)
+    if settings.exact:
+        run.say(f"weights {weights_sha256(stages)}")
     if run.stopped:
         return
 

@@ -63,8 +63,8 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
             a sequence with one for each.
         hooks: see `Hooks`.
     """
-    root, g = _root(output, grad)
     hooks = hooks or Hooks()
+    root, g = _root(output, grad, hooks.share)
     with hooks.told_of_errors():
         walk(collect(root), {root: g}, hooks, set())
 
@@ -78,13 +78,13 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
     Returns:
         What is left to do, for `backward_weight`.
     """
-    root, g = _root(output, grad)
+    hooks = hooks or Hooks()
+    root, g = _root(output, grad, hooks.share)
     nodes = collect(root)
     if root.weight_side:
         return DeferredGrads(nodes, {root: g})
     deferred = DeferredGrads([node for node in nodes if node.weight_side], {})
     data_side = [node for node in nodes if not node.weight_side]
-    hooks = hooks or Hooks()
     with hooks.told_of_errors():
         walk(data_side, {root: g}, hooks, deferred.versions, deferred)
     assert deferred.nodes is not None
@@ -144,19 +144,27 @@ def _seed(output: Tensor, grad: Any) -> Array:
     return g
 
 
-def _root(output: Output, grad: Any) -> tuple[Node, Array]:
-    """Return the node that a backward starts from, and its cotangent; several outputs get a node that joins them."""
+def _root(output: Output, grad: Any, share: float) -> tuple[Node, Array]:
+    """Return the node that a backward starts from, and its cotangent; several outputs get a node that joins them.
+
+    Args:
+        share: that cotangents are multiplied by.
+    """
     if isinstance(output, Tensor):
-        return _node(output), _seed(output, grad)
+        return _node(output), _scaled(_seed(output, grad), share)
     if not output or grad is None or len(grad) != len(output):
         raise ValueError(
             f"backward of {len(output)} outputs needs as many grads, got {0 if grad is None else len(grad)}"
         )
-    seeds = [_seed(x, g) for x, g in zip(output, grad, strict=True)]
+    seeds = [_scaled(_seed(x, g), share) for x, g in zip(output, grad, strict=True)]
     weight_side = all(x.weight_side for x in output)
     parents = tuple([x.node or x for x in output])
     joined = Node("outputs", parents, tuple(constant(g) for g in seeds), (), seeds[0].dtype, weight_side)
     return joined, seeds[0]  # the cotangent of the joining node itself is never read
+
+
+def _scaled(g: Array, share: float) -> Array:
+    return g if share == 1 else g * g.dtype.type(share)
 
 
 def _node(output: Tensor) -> Node:

@@ -10,6 +10,7 @@ gradient bucket, a shard or a checkpoint is then a slice, and nobody copies.
     a bucket, a FlatRange     |<-------------->|
 
 In a mixed precision `data` and `grad` stay float32, and `flat.copy`, the values in a narrower dtype, is what ops see.
+After `widen_grad` gradients are added up in a wider dtype than that of `data`.
 
 Where gradients are needed only for a while, `cut_grad` gives their memory in parts: one is there from the first write
 into one of its gradients until `close_grad`.
@@ -32,6 +33,7 @@ class FlatBuffer:
 
     Attributes:
         data, grad: (n,) arrays; the gradients are empty where their memory comes in parts.
+        is_widened: gradients are added up in a wider dtype: a contribution is first computed in that of `data`.
         copy: (n,) what ops see instead of `data`, in a narrower dtype; None where they see `data` itself.
         params: in memory order.
         version: the in-place changes of `data`.
@@ -43,6 +45,7 @@ class FlatBuffer:
         self.data: Array = xp.empty(size, params[0].dtype)
         self.grad: Array = xp.zeros(size, params[0].dtype)
         self.copy: Array | None = None
+        self.is_widened = False
         self.params = tuple(params)
         self._part_of: dict[Parameter, FlatRange] = {}  # whose memory for gradients comes and goes together
         self._part_grads: dict[FlatRange, Array] = {}  # what is there now, by part
@@ -88,6 +91,17 @@ class FlatBuffer:
         check_resettable(self.params, "move_grad of")
         storage[...] = self.grad
         self.grad = storage
+        self._place_params()
+
+    def widen_grad(self, dtype: Any) -> None:
+        """Add gradients up in a wider dtype from now on; whoever takes them as values has to round them.
+
+        Raises:
+            RuntimeError: somebody holds a gradient.
+        """
+        check_resettable(self.params, "widen_grad of")
+        self.grad = self.grad.astype(dtype)
+        self.is_widened = True
         self._place_params()
 
     def cut_grad(self, parts: Sequence[FlatRange]) -> None:

@@ -19,12 +19,22 @@ class Hooks:
         on_grad_ready: called once for each of them, at the moment its grad is final.
         between_ops: called after every op, for example to let messages progress.
         on_error: called once if an exception ends the backward, Ctrl-C included: what it had begun will not be done.
+        weight, mean_over: where set, the backward starts from its cotangent times weight / mean_over, and whoever
+            reduces gradients adds them up as they are: the weight of this loss in the mean over all losses, and the
+            sum of all their weights.
     """
 
     on_start: Callable[[Sequence[Parameter]], None] | None = None
     on_grad_ready: Callable[[Parameter], None] | None = None
     between_ops: Callable[[], None] | None = None
     on_error: Callable[[], None] | None = None
+    weight: float | None = None
+    mean_over: float | None = None
+
+    @property
+    def share(self) -> float:
+        """What a backward's cotangent is multiplied by."""
+        return 1.0 if self.weight is None or self.mean_over is None else self.weight / self.mean_over
 
     def __add__(self, other: Hooks) -> Hooks:
         return Hooks(
@@ -32,6 +42,8 @@ class Hooks:
             _both(self.on_grad_ready, other.on_grad_ready),
             _both(self.between_ops, other.between_ops),
             _both(self.on_error, other.on_error),
+            other.weight if self.weight is None else self.weight,
+            other.mean_over if self.mean_over is None else self.mean_over,
         )
 
     @contextmanager

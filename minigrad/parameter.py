@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from minigrad.arguments import as_array
-from minigrad.backend import Array
+from minigrad.backend import Array, xp_of
 from minigrad.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -118,7 +118,12 @@ class Parameter(Tensor):
         """Let a `WeightVjp` write or add its contribution to the gradient; refused as `accumulate_grad` is."""
         if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
-        return super().accumulate_from(write, g)
+        if self.flat is None or not self.flat.is_widened:
+            return super().accumulate_from(write, g)
+        own: Array = xp_of(g).empty(self.shape, self.dtype)  # in a wider sum each contribution is one of its own dtype
+        write(g, own, False)
+        super().accumulate_grad(own)
+        return own
 
     def refuse_grad(self, what: str) -> NoReturn:
         """Raise RuntimeError: `what` cannot be done while this gradient is held."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from distributed.clipping import joint_norm
 from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES, bucket_limit, plan_buckets
@@ -261,12 +262,18 @@ class GradientBucketManager:
         if self._under_way or any(p.hold is BROKEN for p in self.params):
             self._drop()
 
-    def norm(self, params: Sequence[Parameter]) -> float:
-        """Return the norm of some gradients. Collective where ranks hold shards of them.
+    def norm(self, params: Sequence[Parameter], parts: Communicator | None = None) -> float:
+        """Return the norm of some gradients. Collective where ranks hold shards of them, and over `parts`.
 
+        Args:
+            parts: ranks that hold other parameters of the model, if there are any: the norm is that of all.
         Raises:
             RuntimeError: somebody holds one of them.
         """
+        norm = self._own_norm(params)
+        return norm if parts is None else joint_norm(norm, parts)
+
+    def _own_norm(self, params: Sequence[Parameter]) -> float:
         return grad_norm(params)
 
     def whole_grads(self) -> dict[str, Any]:

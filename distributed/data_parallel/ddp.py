@@ -9,11 +9,11 @@ from typing import Protocol, SupportsFloat
 import numpy as np
 
 from distributed.agreement import same_on_all
-from distributed.clipping import joint_norm
 from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.early import EarlyBuckets, EarlyOptimizer
+from distributed.data_parallel.exact import ExactBuckets
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
 from distributed.data_parallel.sharded import ShardedBuckets, ShardedOptimizer
@@ -59,6 +59,8 @@ class DistributedDataParallel:
         whole: which parameters no shard cuts: with zero, what a rule needs whole, such as `muon.is_hidden_matrix`.
         step_early: let `wait` return, and a step begin, before all buckets are there; the next forward waits only for
             the layers that it needs: see `early.py`. Make the optimizer by `ddp.optimizer(rule)`.
+        sums: "exact" adds gradients, norm and mean up so that every layout with the same micro-batches has the same
+            bits: see `exact.py`. Twice the bytes travel. Clip by `ddp.clip_by_global_norm`.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
         recorder: of the pipeline that the model is in, so that one timeline has all of it.
 
@@ -85,6 +87,7 @@ class DistributedDataParallel:
         zero: int = 0,
         whole: Callable[[Parameter], bool] | None = None,
         step_early: bool = False,
+        sums: str = "plain",
         check_every: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
@@ -100,7 +103,16 @@ class DistributedDataParallel:
         check_layout("parameter", self.params, self.comm)
         if zero and step_early:
             raise ValueError(f"shards step when all are reduced: zero={zero} does not go with step_early")
-        same_on_all(self.comm, "setting", [f"check_every={check_every}", f"zero={zero}", f"step_early={step_early}"])
+        if sums not in ("plain", "exact"):
+            raise ValueError(f"sums must be plain or exact, got {sums}")
+        self._is_exact = sums == "exact"
+        if self._is_exact and (zero or step_early or comm_hook is not allreduce):
+            raise ValueError(
+                "sums='exact' goes with neither zero, step_early nor a comm_hook, "
+                f"got zero={zero}, step_early={step_early}, comm_hook={getattr(comm_hook, '__name__', comm_hook)}"
+            )
+        settings = [f"check_every={check_every}", f"zero={zero}", f"step_early={step_early}", f"sums={sums}"]
+        same_on_all(self.comm, "setting", settings)
         self._is_whole_step = recorder is None  # or the pipeline says what is computed
         self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
         last = getattr(model, "tied", ())
@@ -124,7 +136,7 @@ class DistributedDataParallel:
                 recorder=self.recorder,
             )
         else:
-            self.buckets = GradientBucketManager(
+            self.buckets = (ExactBuckets if self._is_exact else GradientBucketManager)(
                 self.params,
                 self.comm,
                 bucket_bytes=bucket_bytes,
@@ -157,6 +169,11 @@ class DistributedDataParallel:
                 on every rank.
             RuntimeError: the last backward is not over.
         """
+        if self._is_exact and mean_over is not None:
+            raise ValueError(
+                "with sums='exact' each loss weighs by itself: give `weight`, of all losses of this rank, and start "
+                "each backward from its own weight / hooks.mean_over"
+            )
         return self.hooks_for(self.count_samples(num_samples, weight), mean_over=mean_over)
 
     def count_samples(self, num_samples: int, weight: float | None = None) -> Array:
@@ -189,8 +206,11 @@ class DistributedDataParallel:
             self.check_replicas()
         own = weights[self.comm.rank]
         self.first_sample = sum(num_samples[: self.comm.rank])
-        self.share = own / sum(weights)
-        factor = (own if mean_over is None else mean_over) / sum(weights)
+        total = math.fsum(weights)
+        self.share = own / total
+        # Exact sums are of what is weighted already: no factor after a sum, which would be another in each layout.
+        factor = 1.0 if self._is_exact else (own if mean_over is None else mean_over) / total
+        weighted = {"weight": own, "mean_over": total} if self._is_exact else {}
         self.is_awaited = True
 
         def on_start(reached: Sequence[Parameter]) -> None:
@@ -198,7 +218,7 @@ class DistributedDataParallel:
                 self.recorder.enter("compute", "backward")
             self.buckets.start(reached, factor)
 
-        hooks = Hooks(on_start, self.buckets.mark_ready, self.comm.progress, on_error=self.buckets.fail)
+        hooks = Hooks(on_start, self.buckets.mark_ready, self.comm.progress, on_error=self.buckets.fail, **weighted)
         return hooks + self.recorder.hooks() if self._is_whole_step else hooks
 
     def wait(self) -> None:
@@ -253,7 +273,7 @@ class DistributedDataParallel:
         counted = getattr(self.model, "counted_parameters", None)
         if counted is None:
             return self.buckets.norm(self.params)
-        return joint_norm(self.buckets.norm(counted()), self.model.comm)  # type: ignore[attr-defined]
+        return self.buckets.norm(counted(), self.model.comm)  # type: ignore[attr-defined]
 
     def cancel(self) -> None:
         """Give up the step that an exception has ended: its gradients are dropped, the next one starts clean.
@@ -312,6 +332,8 @@ class DistributedDataParallel:
         total = np.array([float(value) * self.share])
         waiting = self.comm.waiting_for("ddp.mean(...), which every rank has to call")
         with self.recorder.span("wait", "mean"), waiting:
+            if self._is_exact:  # rounded to what a loss has: no order of the sum shows
+                return float(np.float32(math.fsum(self.comm.allgather(total).wait()[:, 0])))
             return float(self.comm.allreduce(total).wait()[0])
 
 

@@ -66,10 +66,10 @@ class EarlyBuckets(GradientBucketManager):
             if bucket.work is not None:
                 self.settle(bucket)
 
-    def norm(self, params: Sequence[Parameter]) -> float:
+    def _own_norm(self, params: Sequence[Parameter]) -> float:
         check_usable(params, "the norm of", in_part=True)
         self.finish()
-        return super().norm(params)
+        return super()._own_norm(params)
 
     def whole_grads(self) -> dict[str, Any]:
         self.finish()

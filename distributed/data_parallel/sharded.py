@@ -187,7 +187,7 @@ class ShardedBuckets(GradientBucketManager):
         if self._keeps_whole:
             super().move_gradients()
 
-    def norm(self, params: Sequence[Parameter]) -> float:
+    def _own_norm(self, params: Sequence[Parameter]) -> float:
         self.check_reduced("the norm of")
         return joint_norm(norm_of(grad for _, grad in self._own(params)), self.comm)
 

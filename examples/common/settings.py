@@ -230,11 +230,20 @@ class LayoutSettings(HybridSettings):
     bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
     optimizer: str = flag("adamw", "adamw, or muon for the hidden matrices and adamw for the rest")
     zero: int = flag(0, "replicas share out 1: the optimizer's state, 2: gradients too; 0: each has all")
+    exact: bool = flag(
+        False,
+        "add gradients up so that every layout with as many micro-batches (dp * microbatches) gives the same bits, and "
+        "print a hash of the weights",
+    )
     check_every: int = flag(0, "steps between two comparisons of the replicas' weights, bit by bit; 0 never compares")
     device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", "{cpu,cuda}")
     precision: str = flag(
         "float32", "of what layers compute; weights, gradients and checkpoints stay float32", "{float32,bfloat16}"
     )
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.microbatches if self.exact else super().num_microbatches
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
@@ -243,6 +252,12 @@ class LayoutSettings(HybridSettings):
         yield finite, f"--bucket-mb must be above 0 and finite, got {self.bucket_mb}"
         yield self._one_of("optimizer", ("adamw", "muon"))
         yield self.zero in (0, 1, 2), f"--zero must be 0, 1 or 2, got {self.zero}"
+        yield not (self.exact and self.zero), f"--exact has no shards yet, got --zero {self.zero}"
+        num_parts = self.dp * self.num_microbatches
+        parts = f"got {self.batch} for dp * microbatches = {num_parts}"
+        yield not self.exact or self.batch % num_parts == 0, f"--exact needs micro-batches of one size: {parts}"
+        wider = f"--exact adds float32 up in float64, and nothing is wider than --dtype {self.dtype}"
+        yield not self.exact or self.dtype == "float32", wider
         yield self.check_every >= 0, f"--check-every must not be negative, got {self.check_every}"
         yield self._one_of("device", DEVICES)
         yield self._one_of("precision", ("float32", "bfloat16"))

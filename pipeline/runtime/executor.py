@@ -275,8 +275,10 @@ class PipelineExecutor:
 
     def _backward(self, program: Program, state: StepState, hooks: Hooks | None) -> PipelineOutput:
         """Run a program that has backwards, from what the step before left to gradients that are final."""
-        with (hooks or Hooks()).told_of_errors(), self._cancelled_on_error():
-            state.hooks.use((hooks or Hooks()) + state.between_ops)
+        hooks = hooks or Hooks()
+        with hooks.told_of_errors(), self._cancelled_on_error():
+            state.weigh_by(hooks)
+            state.hooks.use(hooks + state.between_ops)
             state.tied_before = self.stages.set_tied_aside()
             self._execute(program, state)
             self.recorder.enter("step", "sum tied")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -58,9 +59,14 @@ class StepInputs:
         return [spec.shape[0] for spec in self.specs]
 
     @property
+    def counts(self) -> Sequence[float]:
+        """Over how many things the loss of each micro-batch is the mean, as far as this rank knows."""
+        return self.sizes if self.weights is None else self.weights
+
+    @property
     def shares(self) -> list[float]:
         """What each micro-batch weighs in the mean, as far as this rank knows: the last stage's does."""
-        return microbatch.shares(self.sizes if self.weights is None else self.weights)
+        return microbatch.shares(self.counts)
 
 
 @dataclass
@@ -91,6 +97,15 @@ class StepState:
     outputs: dict[int, Array] = field(default_factory=dict)
     grads_of_input: dict[int, Array] = field(default_factory=dict)
     tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)
+
+    def weigh_by(self, hooks: Hooks) -> None:
+        """Start each backward from what its micro-batch weighs among those of all replicas, where hooks ask for it."""
+        if hooks.mean_over is None:
+            return
+        if self.mode is Mode.TRAIN:
+            self.cotangents = [count / hooks.mean_over for count in self.given.counts]
+        else:
+            self.cotangents = [part * part.dtype.type(hooks.share) for part in self.cotangents]
 
     @property
     def num_microbatches(self) -> int:
@@ -123,4 +138,4 @@ class PipelineOutput:
         """
         if not self.losses:
             raise RuntimeError("a pass by pipe.forward() and pipe.backward() has no loss; pipe.run() gives one")
-        return float(sum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)))
+        return math.fsum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True))

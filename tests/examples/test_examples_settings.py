@@ -52,7 +52,7 @@ def test_each_flag_sets_its_field() -> None:
         device="cuda",
     )
     unchanged = [f.name for f in fields(LayoutSettings) if getattr(settings, f.name) == f.default]
-    assert unchanged == ["resume", "dp", "pp", "precision"]  # the last does not go with float64
+    assert unchanged == ["resume", "dp", "pp", "exact", "precision"]  # the last two do not go with float64
 
 
 def test_only_a_pipeline_cuts_its_batch() -> None:
@@ -91,6 +91,17 @@ def test_only_a_pipeline_cuts_its_batch() -> None:
         ({"check_every": -1}, 1, "--check-every must not be negative, got -1"),
         ({"optimizer": "sgd"}, 1, "--optimizer must be one of adamw, muon, got sgd"),
         ({"zero": 3}, 1, "--zero must be 0, 1 or 2, got 3"),
+        ({"zero": 1, "exact": True}, 1, "--exact has no shards yet, got --zero 1"),
+        (
+            {"batch": 14, "exact": True},
+            1,
+            "--exact needs micro-batches of one size: got 14 for dp * microbatches = 4",
+        ),
+        (
+            {"dtype": "float64", "exact": True},
+            1,
+            "--exact adds float32 up in float64, and nothing is wider than --dtype float64",
+        ),
         ({"bucket_mb": 0.0}, 1, "--bucket-mb must be above 0 and finite, got 0.0"),
         ({"bucket_mb": math.inf}, 1, "--bucket-mb must be above 0 and finite, got inf"),
         ({"schedule": "zigzag"}, 1, f"--schedule must be one of {', '.join(SCHEDULES)}, got zigzag"),

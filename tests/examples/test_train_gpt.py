@@ -71,6 +71,27 @@ def test_shards_train_the_same_model_and_go_on_in_another_layout(
 
 
 @needs_mpirun
+@pytest.mark.long
+def test_exact_sums_give_one_hash_of_the_weights_in_every_layout(tiny: list[str], tmp_path: Path) -> None:
+    exact = [*tiny, "--dtype", "float32", "--exact"]
+    layouts = {"--microbatches 4": 1, "--dp 2 --microbatches 2": 2, "--pp 2 --schedule 1f1b --microbatches 4": 2}
+    hashes = set()
+    for number, (layout, ranks) in enumerate(layouts.items()):
+        flags = [*exact, *layout.split(), "--run", f"run{number}"]
+        result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=ranks, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        hashes |= set(re.findall(r"^weights ([0-9a-f]{64})$", result.stdout, re.MULTILINE))
+    assert len(hashes) == 1
+    halfway = str(tmp_path / "run1" / "checkpoints" / "step-00000002")
+    flags = [
+        *exact,
+        *shlex.split(f"--resume {halfway} --dp 1 --pp 2 --schedule zero_bubble_h1 --microbatches 4 --run on"),
+    ]
+    result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=2, cwd=tmp_path)
+    assert re.findall(r"^weights (\w+)$", result.stdout, re.MULTILINE) == list(hashes), result.stderr
+
+
+@needs_mpirun
 def test_the_timeline_shows_the_last_step_on_every_rank(tiny: list[str], tmp_path: Path) -> None:
     layout = ["--dp", "2", "--pp", "2", "--microbatches", "2", "--steps", "2", "--run", "here"]
     result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *layout], ranks=4, cwd=tmp_path)

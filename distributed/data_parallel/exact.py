@@ -1,0 +1,96 @@
+"""Sums that do not show the layout: the same bits for any number of ranks and micro-batches' order over them.
+
+A float32 sum depends on its order, and so on how many ranks and stages there are. Here each contribution to a gradient
+is what one micro-batch computes, in float32 and already weighted; what depends on the layout is only their sum:
+
+    a micro-batch's loss starts its backward from  weight / (sum of all weights)      the same number in every layout
+    contributions, tied copies and ranks add up    in float64                         order hardly shows
+    a gradient is that sum, rounded once           to float32                         order does not show
+    the norm of all                                one float64 for each parameter, added exactly (math.fsum)
+
+What is guaranteed: contributions have 24 bits, and float64 adds N of them without any rounding where the largest
+and the smallest one differ by less than 2**(29 - log2 N); the sum is then exact, and the order cannot show. Where they
+differ by more, the float64 sum is off by about N 2**-53 of the largest one, and the rounding to float32 hides that
+unless the sum lies so near the middle of two float32 numbers: about one gradient in 2**29 / N of those.
+
+The micro-batches must be the same samples in every layout: dp * num_microbatches of a batch that they divide. What is
+not a sum of gradients has the same bits by itself: dropout draws by sample number, and a stage computes with the same
+arrays on every rank.
+
+Source: Demmel and Nguyen 2013, Fast reproducible floating-point summation, for what order does to a sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from distributed.clipping import ModelPart
+from distributed.comm.communicator import Communicator
+from distributed.data_parallel.buckets import Bucket, GradientBucketManager
+from distributed.data_parallel.comm_hooks import CommHook
+from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
+from minigrad.backend import to_host
+from minigrad.optim import grad_square_sum
+from minigrad.parameter import Parameter
+
+SUM_DTYPE = np.dtype(np.float64)
+
+
+class ExactBuckets(GradientBucketManager):
+    """Buckets of gradients that are added up in float64, and rounded once they are there.
+
+    Raises:
+        ValueError: a parameter is float64 itself: there is nothing wider to add it up in.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        comm: Communicator,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        last: Sequence[Parameter] = (),
+        comm_hook: CommHook,
+    ) -> None:
+        params = list(params)
+        for p in params:
+            if p.dtype == SUM_DTYPE:
+                raise ValueError(f"exact sums are of float32 or narrower parameters, got {p.label} of {p.dtype}")
+        super().__init__(params, comm, bucket_bytes=bucket_bytes, last=last, comm_hook=comm_hook)
+        for flat in dict.fromkeys(bucket.range.flat for bucket in self.buckets):
+            flat.widen_grad(SUM_DTYPE)
+        self._most_params: int | None = None  # that one of the ranks with other parameters has
+
+    def norm(self, params: Sequence[Parameter], parts: Communicator | None = None) -> float:
+        squares = [grad_square_sum([p]) for p in params]
+        if parts is not None:
+            if self._most_params is None:
+                self._most_params = max(parts.gather_objects(len(params)))
+            squares += [0.0] * (self._most_params - len(squares))
+            squares = parts.allgather(np.array(squares)).wait().reshape(-1).tolist()
+        return math.sqrt(math.fsum(squares))
+
+    def _land(self, bucket: Bucket) -> None:
+        part = bucket.range
+        sums = part.flat.grad_slice(part.start, part.stop)
+        sums[...] = sums.astype(part.data.dtype)
+
+
+def weights_sha256(part: ModelPart) -> str:
+    """Return a hash of the whole model's weights, of their names and of every bit. Collective; the same on every rank.
+
+    Raises:
+        ValueError: two ranks hold a parameter of one name, and its weights differ.
+    """
+    own = {p.name: hashlib.sha256(to_host(p.data).tobytes()).hexdigest() for p in part.parameters()}
+    everything: dict[str, str] = {}
+    for rank, held in enumerate(part.comm.gather_objects(own)):
+        for name, digest in held.items():
+            if everything.setdefault(name, digest) != digest:
+                raise ValueError(f"the weights of {name!r} on rank {rank} differ from those of a rank before it")
+    lines = [f"{name} {everything[name]}" for name in sorted(everything)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
