@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 
 from distributed.comm.communicator import Communicator
 from distributed.comm.work import Array
+
+T = TypeVar("T")
 
 
 def first_failure(comm: Communicator, failure: str | None) -> str | None:
@@ -23,6 +26,27 @@ def first_failure(comm: Communicator, failure: str | None) -> str | None:
     """
     failures = comm.gather_objects(failure)
     return next((f"[rank {rank}] {what}" for rank, what in enumerate(failures) if what is not None), None)
+
+
+def of_rank_0(comm: Communicator, make: Callable[[], T], *, failing: type[Exception] = RuntimeError) -> T:
+    """Return what rank 0 makes, on every rank; if it cannot, raise the same error on all. Collective.
+
+    Args:
+        make: called on rank 0 alone; what it returns is sent to the others.
+        failing: what is raised where `make` raises.
+    """
+    made: T | None = None
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            made = make()
+        except Exception as caught:  # any: the others already wait for what is made
+            failure = caught
+    told = None if failure is None else f"[rank 0] {type(failure).__name__}: {failure}"
+    made, told = comm.broadcast_object((made, told))
+    if told is not None:
+        raise failing(told) from failure
+    return made
 
 
 def same_on_all(comm: Communicator, noun: str, entries: Sequence[str]) -> None:

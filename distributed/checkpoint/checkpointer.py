@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from distributed.agreement import first_failure
+from distributed.agreement import first_failure, of_rank_0
 from distributed.checkpoint.files import (
     DTYPES,
     POLL_SECONDS,
@@ -306,9 +306,8 @@ class Checkpointer:
         self._optimizer.num_steps = manifest.num_updates
 
     def _of_rank_0(self, make: Callable[[], T]) -> T:
-        """Return what rank 0 makes, on every rank."""
-        made: T = self._comm.broadcast_object(make() if self._comm.rank == 0 else None)
-        return made
+        """Return what rank 0 makes, on every rank, or raise the same CheckpointError on all."""
+        return of_rank_0(self._comm, make, failing=CheckpointError)
 
 
 def _is_seen(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from distributed.agreement import of_rank_0
 from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array, synchronize, xp_of
@@ -41,17 +42,20 @@ def layer_seconds(
         dtype, device: of the parameters; see `ParamGetter`.
     Returns:
         Seconds, one for each layer.
+    Raises:
+        RuntimeError: rank 0 could not build or run a layer; the same message on every rank.
     """
-    seconds = np.zeros(len(layers))
-    if comm.rank == 0:
-        param = ParamGetter(0, dtype, device)
-        for i, (_, factory) in enumerate(layers):
+
+    def measure() -> list[float]:
+        param, seconds, outputs = ParamGetter(0, dtype, device), [], x
+        for _, factory in layers:
             layer = factory(param)
-            runs = [_run(layer, x) for _ in range(num_runs)]
-            seconds[i] = min(duration for duration, _ in runs)
-            x = runs[-1][1]
-    comm.broadcast(seconds).wait()
-    return [float(s) for s in seconds]
+            runs = [_run(layer, outputs) for _ in range(num_runs)]
+            seconds.append(min(duration for duration, _ in runs))
+            outputs = runs[-1][1]
+        return seconds
+
+    return of_rank_0(comm, measure)
 
 
 def _run(layer: Any, x: Array) -> tuple[float, Array]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distributed.agreement import agree, first_failure, same_on_all
+from distributed.agreement import agree, first_failure, of_rank_0, same_on_all
 
 
 def test_of_two_mistakes_the_first_rank_speaks(ranks):
@@ -50,3 +50,19 @@ def test_what_must_be_the_same_names_the_first_difference(ranks):
                 same_on_all(comm, "layer", own if comm.rank == 1 else ["a", "b"])
 
     ranks.run(program)
+
+
+def test_what_rank_0_cannot_make_fails_on_every_rank(ranks):
+    def program(comm):
+        def fails():
+            assert comm.rank == 0, "only rank 0 makes it"
+            raise PermissionError("not for you")
+
+        assert of_rank_0(comm, lambda: {"made by": comm.rank}) == {"made by": 0}
+        with pytest.raises(LookupError) as caught:
+            of_rank_0(comm, fails, failing=LookupError)
+        assert isinstance(caught.value.__cause__, PermissionError) is (comm.rank == 0)
+        assert of_rank_0(comm, lambda: None) is None  # the ranks still meet
+        return str(caught.value)
+
+    assert ranks.run(program) == ["[rank 0] PermissionError: not for you"] * ranks.size

@@ -685,3 +685,29 @@ def copied(extra):
     """Make the tensors of one rank: threads must not share them."""
     kinds = (mg.Parameter, Buffer)
     return {name: type(x)(x.data.copy(), x.name) if isinstance(x, kinds) else x for name, x in extra.items()}
+
+
+@pytest.mark.parametrize("call", ["load", "save"])
+def test_a_folder_that_rank_0_cannot_list_is_an_error_on_all(ranks, folder_of, monkeypatch, call):
+    """Only rank 0 looks, and the others wait for what it finds."""
+    unreadable = threading.Event()
+
+    def listed(folder):
+        if unreadable.is_set():
+            raise PermissionError(13, "Permission denied", "checkpoints")
+        return complete(folder)
+
+    monkeypatch.setattr(checkpoint, "complete", listed)
+
+    def program(comm):
+        training = Training(comm, folder_of(comm)).at(1)
+        on_rank_0(comm, unreadable.set)
+        error = raised(training.checkpoints.load if call == "load" else lambda: training.checkpoints.save(1))
+        on_rank_0(comm, unreadable.clear)
+        training.save(2)
+        assert training.checkpoints.load().step == 2
+        return error
+
+    kind, message = same_everywhere(ranks.run(program))
+    assert kind is CheckpointError
+    assert message == "[rank 0] PermissionError: [Errno 13] Permission denied: 'checkpoints'"

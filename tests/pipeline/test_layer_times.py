@@ -44,3 +44,14 @@ def test_a_gpt_with_dropout_and_integer_input(ranks):
     (seconds,) = ranks.run(lambda comm: layer_seconds(gpt.layers(config), ids, comm))
     assert len(seconds) == 4
     assert all(s > 0 for s in seconds)
+
+
+def test_a_layer_that_rank_0_cannot_run_fails_on_every_rank(ranks):
+    def program(comm):
+        x = np.ones((3, 5))  # the layer takes 4
+        with pytest.raises(RuntimeError, match=r"^\[rank 0\] \w+: ") as caught:
+            layer_seconds([dense("a", 4, 4)], x if comm.rank == 0 else None, comm, dtype=np.float64)
+        comm.barrier()
+        return str(caught.value)
+
+    assert len(set(ranks.run(program))) == 1
