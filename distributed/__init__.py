@@ -14,6 +14,7 @@ from distributed.comm.world import (
     local_rank,
     world,
 )
+from distributed.data_parallel.batch_norm import SyncBatchNorm
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.data_parallel.exact import weights_sha256
@@ -37,6 +38,7 @@ __all__ = [
     "ReduceOp",
     "SimpleTrainer",
     "SoloCommunicator",
+    "SyncBatchNorm",
     "TrainingConfig",
     "TrainingMetrics",
     "Work",

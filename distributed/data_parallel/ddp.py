@@ -15,10 +15,11 @@ from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.early import EarlyBuckets, EarlyOptimizer
 from distributed.data_parallel.exact import ExactBuckets
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
-from distributed.data_parallel.replicas import broadcast_params, check_equal, check_layout
+from distributed.data_parallel.replicas import BUFFERS, broadcast_params, check_equal, check_layout, sync_buffers
 from distributed.data_parallel.sharded import ShardedBuckets, ShardedOptimizer
 from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
+from minigrad.nn import Buffer
 from minigrad.optim import Optimizer, Rule, check_max_norm, is_matrix
 from minigrad.parameter import Parameter
 
@@ -62,6 +63,7 @@ class DistributedDataParallel:
         sums: "exact" adds gradients, norm and mean up so that every layout with the same micro-batches has the same
             bits: see `exact.py`. Twice the bytes travel. Clip by `ddp.clip_by_global_norm`.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
+        buffers: what `wait` does with buffers that training changes, such as running means: see `BUFFERS`.
         recorder: of the pipeline that the model is in, so that one timeline has all of it.
 
     Attributes:
@@ -74,7 +76,7 @@ class DistributedDataParallel:
     Raises:
         ValueError: the ranks' parameters differ in name, shape or dtype, or their buckets do: by bucket_bytes, or by
             an optimizer made before that placed parameters otherwise. The same message on every rank. Or check_every
-            is negative, or not the same on all.
+            is negative, buffers is none of `BUFFERS`, or one of them is not the same on all.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class DistributedDataParallel:
         step_early: bool = False,
         sums: str = "plain",
         check_every: int = 0,
+        buffers: str = "own",
         recorder: Recorder | None = None,
     ) -> None:
         if check_every < 0:
@@ -97,6 +100,8 @@ class DistributedDataParallel:
             raise ValueError(f"zero must be 0, 1 or 2, got {zero}")
         if zero and comm_hook is not allreduce:
             raise ValueError(f"gradients are reduced to shards with zero={zero}, which no comm_hook can do")
+        if buffers not in BUFFERS:
+            raise ValueError(f"buffers must be one of {', '.join(BUFFERS)}, got {buffers!r}")
         self.model = model
         self.params = list(model.parameters())
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
@@ -111,7 +116,8 @@ class DistributedDataParallel:
                 "sums='exact' goes with neither zero, step_early nor a comm_hook, "
                 f"got zero={zero}, step_early={step_early}, comm_hook={getattr(comm_hook, '__name__', comm_hook)}"
             )
-        settings = [f"check_every={check_every}", f"zero={zero}", f"step_early={step_early}", f"sums={sums}"]
+        settings = [f"check_every={check_every}", f"zero={zero}", f"step_early={step_early}"]
+        settings += [f"sums={sums}", f"buffers={buffers}"]
         same_on_all(self.comm, "setting", settings)
         self._is_whole_step = recorder is None  # or the pipeline says what is computed
         self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
@@ -148,10 +154,11 @@ class DistributedDataParallel:
         self.first_sample = 0
         self.share = 1 / comm.size
         self._check_every = check_every
+        self._buffers = buffers
         self._num_backwards = 0
         self.is_awaited = False
         broadcast_params(self.params, self.comm)
-        self.sync_buffers()
+        sync_buffers(self._own_buffers(), self.comm, None)
 
     def hooks(self, *, num_samples: int, weight: float | None = None, mean_over: float | None = None) -> Hooks:
         """Return the hooks for one backward over this rank's samples.
@@ -236,6 +243,9 @@ class DistributedDataParallel:
             self.recorder.leave()
             if began and not self.buckets.under_way:
                 self.is_awaited = False
+        if self._buffers != "own":
+            with self.recorder.span("wait", "buffers"):
+                self.sync_buffers()
         if self._is_whole_step:
             self.recorder.enter("compute", "optimizer")
 
@@ -298,19 +308,19 @@ class DistributedDataParallel:
         self.is_awaited = False
 
     def sync_buffers(self) -> None:
-        """Overwrite the buffers of every rank with rank 0's. Collective.
+        """Give every rank the same buffers: rank 0's, or with `buffers="mean"` the mean of all. Collective.
 
-        Done once when this is made. After that each rank's buffers are its own, since only their module knows what
-        they mean; call it before evaluating or saving if training changes them. The model is asked anew which
-        buffers it has: a module may have assigned others.
+        Rank 0's are taken once when this is made. After that each rank's are its own, unless `buffers` says otherwise,
+        since only their module knows what they mean: call this before evaluating or saving if training changes them.
+        The model is asked anew which buffers it has: a module may have assigned others.
 
         Raises:
             ValueError: the ranks have different buffers; the same message on every rank.
         """
-        buffers = list(getattr(self.model, "buffers", tuple)())
-        check_layout("buffer", buffers, self.comm)
-        for work in [self.comm.broadcast(buffer.data) for buffer in buffers]:
-            work.wait()
+        sync_buffers(self._own_buffers(), self.comm, self.share if self._buffers == "mean" else None)
+
+    def _own_buffers(self) -> list[Buffer]:
+        return list(getattr(self.model, "buffers", tuple)())
 
     def check_replicas(self) -> None:
         """Check that the weights of all ranks are equal, bit by bit. Collective; see `check_every`.

@@ -8,9 +8,12 @@ import numpy as np
 
 from distributed.agreement import same_on_all
 from distributed.comm.communicator import Array, Communicator
-from minigrad.backend import xp_of
+from minigrad.backend import is_half, widened, xp_of
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
+
+# What is done with buffers in each step: nothing; all ranks get those of rank 0; or the mean, weighed as gradients are.
+BUFFERS = ("own", "broadcast", "mean")
 
 
 def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: int = 0) -> None:
@@ -21,6 +24,26 @@ def broadcast_params(params: Iterable[Parameter], comm: Communicator, *, root: i
         work.wait()
     for p in params:
         p.note_change("broadcast")
+
+
+def sync_buffers(buffers: Sequence[Buffer], comm: Communicator, share: float | None) -> None:
+    """Give every rank the same buffers. Collective.
+
+    Args:
+        share: this rank's weight in the mean of those of floats, which sum to 1 over the ranks: then only the others, a
+            count for one, are rank 0's. None takes all of rank 0.
+    Raises:
+        ValueError: the ranks have different buffers; the same message on every rank.
+    """
+    check_layout("buffer", buffers, comm)
+    works = []
+    for buffer in buffers:
+        if share is not None and (buffer.dtype.kind == "f" or is_half(buffer.dtype)):
+            works.append(comm.allreduce((widened(buffer.data) * share).astype(buffer.dtype, copy=False)))
+        else:
+            works.append(comm.broadcast(buffer.data.copy()))
+    for buffer, work in zip(buffers, works, strict=True):
+        buffer.data = work.wait()
 
 
 def check_layout(noun: str, tensors: Iterable[Parameter | Buffer], comm: Communicator) -> None:

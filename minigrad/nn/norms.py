@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
-from minigrad.backend import place
+from minigrad.backend import Array, place
 from minigrad.mode import is_replaying
 from minigrad.nn.buffer import Buffer
 from minigrad.nn.init import ParamGetter, ones, zeros
 from minigrad.nn.module import Module
-from minigrad.ops import layer_norm, mean, reshape, rms_norm, rsqrt, var
+from minigrad.ops import batch_norm, layer_norm, mean, reshape, rms_norm, rsqrt, var
+from minigrad.ops.batch import alone
 from minigrad.tensor import Tensor
 
 
@@ -66,7 +68,7 @@ class BatchNorm(Module):
 
     In `eval` it takes the running mean and variance of training, two buffers. What the samples at hand are, a
     micro-batch on one rank, depends on the layout: of all layers this one alone gives other numbers in another one.
-    GroupNorm does not.
+    GroupNorm does not; nor, over replicas, does `distributed.SyncBatchNorm`.
 
     Args:
         momentum: the share of the newest batch in the running mean and variance.
@@ -75,6 +77,7 @@ class BatchNorm(Module):
 
     def __init__(self, param: ParamGetter, width: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
         self.eps, self.momentum = eps, momentum
+        self.loss_weight: Callable[[], float] | None = None  # see `weight` of `ops.batch_norm`
         self.gain = param("gain", (width,), ones)
         self.bias = param("bias", (width,), zeros)
         dtype, device = self.gain.dtype, param.device
@@ -83,20 +86,22 @@ class BatchNorm(Module):
 
     def __call__(self, x: Tensor) -> Tensor:
         _check_channels("BatchNorm", x, self.gain)
-        if not self.training:
-            centre, spread = _along_channels(self.running_mean, x), _along_channels(self.running_var, x)
-        else:
-            count = x.size // x.shape[1]
-            if count < 2:
-                raise ValueError(f"BatchNorm: training needs at least 2 values a channel, got x of shape {x.shape}")
-            others = (0, *range(2, x.ndim))
-            centre, spread = mean(x, others, keepdims=True), var(x, others, keepdims=True)
-            if not is_replaying():
-                unbiased = spread.data * (count / (count - 1))
-                for running, new in ((self.running_mean, centre.data), (self.running_var, unbiased)):
-                    running.data = (1 - self.momentum) * running.data + self.momentum * new.reshape(-1)
+        if self.training:
+            return batch_norm(
+                x, self.gain, self.bias, eps=self.eps, gather=self.gather, weight=self.loss_weight, note=self._note
+            )
+        centre, spread = _along_channels(self.running_mean, x), _along_channels(self.running_var, x)
         scaled = (x - centre) * rsqrt(spread + self.eps)
         return scaled * _along_channels(self.gain, x) + _along_channels(self.bias, x)
+
+    def gather(self, own: Array) -> Array:
+        """Return an array of each part of the batch, see `ops.batch_norm`: here there is one part."""
+        return alone(own)
+
+    def _note(self, mean: Array, var: Array, count: int) -> None:
+        if not is_replaying():
+            for running, new in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
+                running.data = (1 - self.momentum) * running.data + self.momentum * new
 
 
 def _check_channels(name: str, x: Tensor, gain: Tensor) -> None:

@@ -6,6 +6,7 @@ from minigrad import habits
 from minigrad.ops import operators  # noqa: F401  # importing it binds the ops to Tensor
 from minigrad.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softplus
 from minigrad.ops.attention import causal_attention, scaled_dot_product_attention
+from minigrad.ops.batch import batch_norm
 from minigrad.ops.conv import avg_pool2d, conv2d, max_pool2d
 from minigrad.ops.einsum_op import einsum
 from minigrad.ops.elementwise import (
@@ -54,6 +55,7 @@ __all__ = [
     "add_dropout",
     "astype",
     "avg_pool2d",
+    "batch_norm",
     "binary_cross_entropy_with_logits",
     "broadcast_to",
     "causal_attention",

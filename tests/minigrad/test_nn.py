@@ -217,7 +217,7 @@ def test_norms_of_channels_say_what_does_not_fit() -> None:
                 ValueError, match=rf"^{type(layer).__name__}: x must be \(B, 6, ...\), got \({shape[0]},"
             ):
                 layer(mg.Tensor(sample(*shape)))
-    with pytest.raises(ValueError, match=r"BatchNorm: training needs at least 2 values a channel, got .* \(1, 6\)"):
+    with pytest.raises(ValueError, match=r"batch_norm needs at least 2 values a channel .*, got .* \(1, 6\)"):
         nn.BatchNorm(param(), 6)(mg.Tensor(sample(1, 6)))
 
 

@@ -18,6 +18,14 @@ def plain_layer_norm(x: Array, gain: Array, bias: Array, eps: float = 1e-5) -> A
     return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * gain + bias
 
 
+def plain_batch_norm(x: Array, gain: Array, bias: Array, eps: float = 1e-5) -> Array:
+    y = np.empty_like(x)
+    for channel in range(x.shape[1]):
+        one = x[:, channel]
+        y[:, channel] = (one - one.mean()) / np.sqrt(one.var() + eps) * gain[channel] + bias[channel]
+    return y
+
+
 def plain_attention(qkv: Array, num_heads: int) -> Array:
     batch, time, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     head = width // num_heads
@@ -101,6 +109,8 @@ ROWS = [
     row("rms_norm", plain_rms_norm, normal(4, 5), normal(5)),
     row("rms_norm", plain_rms_norm, normal(2, 3, 5), normal(5), eps=0.1),
     row("rms_norm", plain_rms_norm, normal(0, 5), normal(5)),
+    row("batch_norm", plain_batch_norm, normal(6, 3), normal(3), normal(3)),
+    row("batch_norm", plain_batch_norm, normal(3, 2, 4, 2), normal(2), normal(2), eps=0.1),
     row("layer_norm", plain_layer_norm, normal(4, 5), normal(5), normal(5)),
     row("layer_norm", plain_layer_norm, normal(2, 3, 5), normal(5), normal(5), eps=0.1),
     row("layer_norm", plain_layer_norm, normal(0, 5), normal(5), normal(5)),

@@ -83,6 +83,7 @@ COUNTERPARTS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "astype": lambda x, dtype: x.to(torch.from_numpy(np.empty(0, dtype)).dtype),
     "avg_pool2d": lambda x, size, stride=None: F.avg_pool2d(x, size, stride),
+    "batch_norm": lambda x, gain, bias, eps=1e-5: F.batch_norm(x, None, None, gain, bias, training=True, eps=eps),
     "binary_cross_entropy_with_logits": lambda x, t: F.binary_cross_entropy_with_logits(x, t.to(x.dtype)),
     "broadcast_to": lambda x, shape: torch.broadcast_to(x, shape),
     "causal_attention": causal_attention,
