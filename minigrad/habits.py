@@ -205,6 +205,7 @@ PACKAGES = {
     },
     "minigrad.optim": {
         "lr_scheduler": "AdamW(lr=lr_schedule.warmup_cosine(...)): a rule takes a function of the step",
+        "Muon": "minigrad.muon.Muon, a rule in a file of its own",
         "RMSprop": "a rule of your own, with init and update: see optim.Rule",
         "Adagrad": "a rule of your own, with init and update: see optim.Rule",
     },

@@ -15,6 +15,7 @@ import distributed.checkpoint
 import distributed.data
 import minigrad as mg
 import minigrad.cuda_graph
+import minigrad.muon
 import minigrad.precision
 from minigrad import habits, nn, optim
 
