@@ -25,11 +25,13 @@ from common.command_line import read_settings, run_script
 from common.digits import accuracy, load_digits
 from common.run import Run
 from common.settings import DigitsSettings, flag
-from distributed import Communicator, DistributedDataParallel, Work, world
+from distributed import Communicator, DistributedDataParallel, GradientBucketManager, Work, world
 from distributed.comm.work import Array, JoinedWork
 from distributed.data.batches import Sampler
+from distributed.data_parallel.compression import WithState
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import MLP
+from minigrad.nn import Buffer
 from minigrad.optim import AdamW, Optimizer
 
 SHARE = 0.01  # of a bucket's gradients that are sent in a step
@@ -45,7 +47,7 @@ class HookSettings(DigitsSettings):
 class LargestOnly:
     """A comm hook that sends the largest gradients of a bucket, and keeps the others for the next step.
 
-    What is kept is no part of a checkpoint: a run that is resumed starts with nothing kept.
+    What is kept is part of a checkpoint: a run that is resumed, on as many ranks, is the undisturbed one.
 
     Attributes:
         sent_bytes, plain_bytes: what this rank has sent so far, and what it would have sent without the hook.
@@ -55,10 +57,19 @@ class LargestOnly:
         self.sent_bytes = self.plain_bytes = 0
         self._share = share
         self._forget = forget
-        self._kept: dict[int, Array] = {}  # of each bucket, by the place in memory that it has for good
+        self._kept: dict[int, Buffer] = {}  # of each bucket, by the place in memory that it has for good
+
+    def attach(self, manager: GradientBucketManager) -> None:
+        """Make what is kept, under a name for each rank and bucket."""
+        for bucket in manager.buckets:
+            grad, name = bucket.range.grad, f"{bucket.range.params[0].name}.kept_by_{manager.comm.rank}"
+            self._kept[grad.ctypes.data] = Buffer(np.zeros_like(grad), name)
+
+    def buffers(self) -> list[Buffer]:
+        return list(self._kept.values())
 
     def __call__(self, grad: Array, comm: Communicator) -> Work:
-        kept = self._kept.setdefault(grad.ctypes.data, np.zeros_like(grad))
+        kept = self._kept[grad.ctypes.data].data
         kept += grad
         count = max(1, round(self._share * grad.size))
         where = np.argpartition(np.abs(kept), -count)[-count:].astype(np.int32)
@@ -85,10 +96,11 @@ def main() -> None:
     model = MLP([64, settings.hidden, 10], seed=settings.seed)
     hook = LargestOnly(SHARE, forget=settings.forget)
     ddp = DistributedDataParallel(model, comm, comm_hook=hook)
+    hook.attach(ddp.buckets)
     optimizer = Optimizer(model.parameters(), AdamW(settings.lr))
     sampler = Sampler(len(train.y), batch_size=settings.batch, seed=settings.seed, rank=comm.rank, size=comm.size)
 
-    for _ in run.steps(model, optimizer, sampler):
+    for _ in run.steps(WithState(model, hook), optimizer, sampler):
         rows = sampler.next()
         x, y = train.x[rows], train.y[rows]
         optimizer.zero_grad()

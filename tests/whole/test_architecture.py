@@ -71,7 +71,7 @@ RULES = {
         "distributed.stop -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel": Rule(
-        RANKS | TENSORS | {"minigrad.nn", "distributed.trace"},
+        RANKS | TENSORS | {"minigrad.nn", "distributed.trace", "ml_dtypes"},
         "distributed.data_parallel.ddp -> minigrad.ops.linalg",
     ),
     "distributed.checkpoint": Rule(
