@@ -21,6 +21,7 @@ from minigrad.backend import Array
 from minigrad.kernels import kernels_of, reference
 from minigrad.models import GPT, GPTConfig
 from minigrad.optim import AdamW, Optimizer
+from minigrad.precision import dtype_of
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [np.float32, np.float64]
@@ -154,6 +155,24 @@ def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> N
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_gives_what_the_reference_gives(cpu: Any, case: str, dtype: Any, shape: tuple[int, int]) -> None:
     check(cpu, case, CASES[case](sampler(dtype), *shape), dtype)
+
+
+@each_case
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(5, 7), (33, 64), (0, 5)], ids=str)
+def test_the_reference_of_half_precision_is_rounded_once(case: str, name: str, shape: tuple[int, int]) -> None:
+    half, epsilon = dtype_of(name), {"float16": 2**-10, "bfloat16": 2**-7}[name]
+
+    def cast(array: Any, dtype: Any, *, of: str) -> Any:
+        return array.astype(dtype) if getattr(array, "dtype", np.dtype(int)).kind in of else array
+
+    narrow = [cast(a, half, of="f") for a in CASES[case](sampler(np.float64), *shape)]
+    wide = [cast(a, np.float64, of="fV") for a in narrow]
+    if case.split()[0] in {"adamw", "sgd"}:
+        narrow[2:] = [cast(a, np.float32, of="fV") for a in narrow[2:]]  # an optimizer's state
+    for got, expected in zip(outputs(reference, case, narrow), outputs(reference, case, wide), strict=True):
+        scale = max(1.0, float(abs(expected).max(initial=0)))
+        np.testing.assert_allclose(got.astype(np.float64), expected, rtol=2 * epsilon, atol=2 * epsilon * scale)
 
 
 @each_case

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from minigrad.backend import Array, xp_of
+from minigrad.kernels.common import half_in_float32
 
 __all__ = ["attention_dscores", "attention_weights", "causal_attention"]
 
@@ -22,6 +23,7 @@ def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array
     return None
 
 
+@half_in_float32
 def attention_weights(scores: Array, scale: float, first: int | None, mask: Array | None) -> Array:
     """Return the softmax of scale times the scores, row by row; it may write into the scores.
 
@@ -50,6 +52,7 @@ def attention_weights(scores: Array, scale: float, first: int | None, mask: Arra
     return p
 
 
+@half_in_float32
 def attention_dscores(dp: Array, p: Array, scale: float) -> Array:
     """Return the gradient by the scores, scale p (dp - sum(dp p)), from dp, that by the weights p.
 
