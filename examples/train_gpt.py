@@ -26,6 +26,8 @@ from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
 from distributed import DistributedDataParallel, Mesh, local_rank, weights_sha256, world
 from distributed.data.batches import TokenBatches, validation_batches
+from distributed.data_parallel.comm_hooks import allreduce
+from distributed.data_parallel.compression import ErrorFeedback, WithState
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
@@ -68,10 +70,12 @@ def main() -> None:
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
     )
     rule = rule_of(settings)
+    hook = None if settings.compress == "none" else ErrorFeedback(settings.compress)
     ddp = DistributedDataParallel(
         stages,
         mesh.dp,
         bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
+        comm_hook=hook or allreduce,
         zero=settings.zero,
         whole=rule.chooses if isinstance(rule, Muon) else None,
         sums="exact" if settings.exact else "plain",
@@ -81,6 +85,8 @@ def main() -> None:
     if settings.precision != "float32":
         use_precision(stages.parameters(), settings.precision)
     optimizer = ddp.optimizer(rule)
+    if hook is not None:
+        hook.attach(ddp.buckets)
     batches = TokenBatches(
         train,
         batch_size=settings.batch,
@@ -91,7 +97,7 @@ def main() -> None:
     )
     guard = StepGuard()
 
-    for step in run.steps(stages, optimizer, batches):
+    for step in run.steps(stages if hook is None else WithState(stages, hook), optimizer, batches):
         x, y = (place(part, settings.device) for part in batches.next())
         optimizer.zero_grad()
         hooks = ddp.hooks(num_samples=len(x))
@@ -109,6 +115,8 @@ def main() -> None:
         run.say(f"weights {weights_sha256(stages)}")
     if run.stopped:
         return
+    if hook is not None:
+        run.say(f"a rank sent {hook.sent_bytes:,} bytes of gradients, {hook.plain_bytes:,} without --compress")
 
     stages.eval()
     loss = validation_loss(pipe, validation, settings, mesh)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from distributed.data_parallel.compression import LARGEST
 from minigrad.backend import DEVICES
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 
@@ -230,6 +231,11 @@ class LayoutSettings(HybridSettings):
     bucket_mb: float = flag(25.0, "MiB of gradients that are reduced together, while the backward goes on", "MIB")
     optimizer: str = flag("adamw", "adamw, or muon for the hidden matrices and adamw for the rest")
     zero: int = flag(0, "replicas share out 1: the optimizer's state, 2: gradients too; 0: each has all")
+    compress: str = flag(
+        "none",
+        "send gradients as bfloat16, float16, int8 or float8_e4m3fn, and what these lose in the next step",
+        fixed=True,
+    )
     exact: bool = flag(
         False,
         "add gradients up so that every layout with as many micro-batches (dp * microbatches) gives the same bits, and "
@@ -252,6 +258,9 @@ class LayoutSettings(HybridSettings):
         yield finite, f"--bucket-mb must be above 0 and finite, got {self.bucket_mb}"
         yield self._one_of("optimizer", ("adamw", "muon"))
         yield self.zero in (0, 1, 2), f"--zero must be 0, 1 or 2, got {self.zero}"
+        yield self._one_of("compress", ("none", *LARGEST))
+        plain = self.compress == "none" or not (self.zero or self.exact)
+        yield plain, f"--compress {self.compress} goes with neither --zero nor --exact"
         yield not (self.exact and self.zero), f"--exact has no shards yet, got --zero {self.zero}"
         num_parts = self.dp * self.num_microbatches
         parts = f"got {self.batch} for dp * microbatches = {num_parts}"

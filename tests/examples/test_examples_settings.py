@@ -52,7 +52,7 @@ def test_each_flag_sets_its_field() -> None:
         device="cuda",
     )
     unchanged = [f.name for f in fields(LayoutSettings) if getattr(settings, f.name) == f.default]
-    assert unchanged == ["resume", "dp", "pp", "exact", "precision"]  # the last two do not go with float64
+    assert unchanged == ["resume", "dp", "pp", "compress", "exact", "precision"]  # which do not go with zero or float64
 
 
 def test_only_a_pipeline_cuts_its_batch() -> None:
@@ -106,6 +106,8 @@ def test_only_a_pipeline_cuts_its_batch() -> None:
         ({"bucket_mb": math.inf}, 1, "--bucket-mb must be above 0 and finite, got inf"),
         ({"schedule": "zigzag"}, 1, f"--schedule must be one of {', '.join(SCHEDULES)}, got zigzag"),
         ({"device": "tpu"}, 1, "--device must be one of cpu, cuda, got tpu"),
+        ({"compress": "int4"}, 1, "--compress must be one of none, int8, float8_e4m3fn, float16, bfloat16, got int4"),
+        ({"compress": "int8", "zero": 1}, 1, "--compress int8 goes with neither --zero nor --exact"),
         ({"precision": "fp8"}, 1, "--precision must be one of float32, bfloat16, got fp8"),
         (
             {"precision": "bfloat16", "dtype": "float64"},

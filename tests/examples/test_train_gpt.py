@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import train_gpt
 from common.settings import LayoutSettings
 from distributed import Communicator, LocalWorld, Mesh
+from distributed.data_parallel.compression import LARGEST
 
 SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
 TINY = f"{SIZES} --dropout 0.1 --dtype float64".split(" ")
@@ -155,6 +156,25 @@ def test_the_numbers_are_what_they_were(tiny: list[str], tmp_path: Path) -> None
     trace = json.loads((tmp_path / "here" / "timeline.json").read_text())
     buckets = {event["name"] for event in trace["traceEvents"] if event.get("cat", "").startswith("bucket")}
     assert len(buckets) > 2, "--bucket-mb cuts the gradients"
+
+
+@needs_mpirun
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_a_run_with_compression_goes_on_bit_by_bit_and_says_what_it_sent(
+    tiny: list[str], tmp_path: Path, dtype: str
+) -> None:
+    lines = []
+    for flags in ("--run here", "--run again --resume {}"):
+        middle = min((tmp_path / "here" / "checkpoints").glob("*2"), default="")
+        flags = f"--dp 2 --compress {dtype} {flags.format(middle)}"
+        result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags.split()], ranks=2, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert re.search(r"a rank sent [\d,]+ bytes of gradients, [\d,]+ without --compress", result.stdout)
+        metrics = (tmp_path / flags.split()[5] / "metrics.jsonl").read_text().splitlines()
+        lines.append([(json.loads(line)["loss"], json.loads(line)["grad_norm"]) for line in metrics])
+    assert len(lines[0]) == 4
+    assert lines[0] == lines[1]
 
 
 def test_the_learning_rate_warms_up_and_comes_down() -> None:
