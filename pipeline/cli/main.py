@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline.cli import check, compare, draw, dump, memory, search, simulate, sweep, verify
+from pipeline.cli import check, compare, draw, dump, memory, repair, search, simulate, sweep, verify
 
 PROGRAM = "python -m pipeline"
 COMMANDS = {
@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": verify,
     "sweep": sweep,
     "memory": memory,
+    "repair": repair,
     "search": search,
     "dump": dump,
 }

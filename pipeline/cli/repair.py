@@ -1,0 +1,55 @@
+"""`python -m pipeline repair`: a .csv file whose orders hang or break a rule, mended with the fewest moved actions."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.cli import flags
+from pipeline.schedules.action import ScheduleError
+from pipeline.schedules.csv_file import dump, from_text, parse
+from pipeline.schedules.deadlock import check_deadlock_free
+from pipeline.schedules.drawing.text import draw_order
+from pipeline.schedules.lower import lower
+from pipeline.schedules.repair import repair
+
+HELP = "mend a .csv file that cannot be run, with the fewest moved actions"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `repair` takes."""
+    parser.add_argument("file", type=Path, help="a .csv file that holds every action once, in an order that may hang")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the mended orders there")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Mend a file, prove the result, and draw what was moved."""
+    name = arguments.file.name
+    try:
+        text = arguments.file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{arguments.file} cannot be read: {error}") from error
+    orders = parse(text)
+    flags.check_size(sum(map(len, orders)))
+    num_stages = 1 + max((action.stage for order in orders for action in order), default=0)
+    try:
+        mended, moved = repair(orders, num_stages=num_stages)
+    except ScheduleError:
+        from_text(text, name)  # where actions are missing, twice or elsewhere, its error says more
+        raise
+    schedule = from_text(dump(mended), name)  # which validates it
+    check_deadlock_free(
+        lower(mended, rank_of=schedule.rank_of, num_stages=num_stages), rank_of=schedule.rank_of, num_stages=num_stages
+    )
+    if arguments.csv is not None:
+        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(mended), encoding="utf-8"))
+    if not moved:
+        print(f"{name}: nothing to mend: complete, in order, and no timing of messages can deadlock it")
+        return
+    print(f"{name}: mended with {len(moved)} moved action{'s' * (len(moved) > 1)}, the fewest that do")
+    for (rank, before), (_, after) in moved:
+        print(f"rank {rank}: {orders[rank][before]} moved from place {before} to {after}")
+    print("before")
+    print(draw_order(orders, [cell for cell, _ in moved]))
+    print("after")
+    print(draw_order(mended, [cell for _, cell in moved]))
