@@ -21,14 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.command_line import read_settings, run_script
 from common.digits import accuracy, load_digits
-from common.run import Run
-from common.settings import DigitsSettings, flag
+from common.settings import DigitsSettings
 from distributed import Communicator, DistributedDataParallel, GradientBucketManager, Work, world
 from distributed.comm.work import Array, JoinedWork
 from distributed.data.batches import Sampler
 from distributed.data_parallel.compression import WithState
+from distributed.run import Run, flag, read_settings, run_script
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import MLP
 from minigrad.nn import Buffer

@@ -16,12 +16,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it
 
 import numpy as np
 
-from common.command_line import read_settings, run_script
 from common.digits import accuracy, load_digits
-from common.run import Run
 from common.settings import DigitsSettings
 from distributed import DistributedDataParallel, world
 from distributed.data.batches import Sampler
+from distributed.run import Run, read_settings, run_script
 from minigrad import backward_with_hooks, check_vjp, cross_entropy, op
 from minigrad.backend import Array, xp_of
 from minigrad.nn import Linear, ParamGetter, Sequential

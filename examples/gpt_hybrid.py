@@ -12,12 +12,11 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-from common.command_line import read_settings, run_script
-from common.run import Run
 from common.settings import HybridSettings
 from common.text import load_tokens, split
 from distributed import DistributedDataParallel, Mesh, world
 from distributed.data.batches import TokenBatches
+from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer

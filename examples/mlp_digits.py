@@ -13,12 +13,11 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-from common.command_line import read_settings, run_script
 from common.digits import accuracy, load_digits
-from common.run import Run
 from common.settings import DigitsSettings
 from distributed import DistributedDataParallel, world
 from distributed.data.batches import Sampler
+from distributed.run import Run, read_settings, run_script
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import MLP
 from minigrad.optim import AdamW, Optimizer

@@ -20,13 +20,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_line import read_settings, run_script
 from common.proof import proved
-from common.run import Run
-from common.settings import PipelineSettings, flag
+from common.settings import PipelineSettings
 from common.text import load_tokens, split
 from distributed import launcher_size, world
 from distributed.data.batches import TokenBatches
+from distributed.run import Run, flag, read_settings, run_script
 from minigrad import cross_entropy
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer

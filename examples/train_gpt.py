@@ -20,14 +20,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it
 
 import numpy as np
 
-from common.command_line import read_settings, run_script
-from common.run import Run
-from common.settings import LayoutSettings
 from common.text import load_tokens, split, trigram_nats
+from common.train_gpt_settings import TrainSettings
 from distributed import DistributedDataParallel, Mesh, local_rank, weights_sha256, world
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.compression import ErrorFeedback, WithState
+from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
 from minigrad.lr_schedule import warmup_cosine
@@ -45,7 +44,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 def main() -> None:
-    settings = read_settings(LayoutSettings, __doc__)
+    settings = read_settings(TrainSettings, __doc__)
     tokens = load_tokens(settings.text, vocab_size=settings.vocab)
     train, validation = split(tokens, context=settings.context, num_windows=settings.num_microbatches)
     if settings.device == "cuda":
@@ -129,20 +128,20 @@ def main() -> None:
         run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
 
 
-def learning_rate(settings: LayoutSettings) -> Callable[[int], float]:
+def learning_rate(settings: TrainSettings) -> Callable[[int], float]:
     """Return the learning rate of each step: up in the first tenth, at most 100 steps, then down to a tenth."""
     warmup = min(100, settings.steps // 10)
     return warmup_cosine(settings.lr, num_steps=settings.steps, num_warmup_steps=warmup, floor=settings.lr / 10)
 
 
-def rule_of(settings: LayoutSettings) -> AdamW | Muon:
+def rule_of(settings: TrainSettings) -> AdamW | Muon:
     """Return how weights change; Muon's learning rate follows that of AdamW, `MUON_RATE` times as high."""
     lr = learning_rate(settings)
     adamw = AdamW(lr, betas=(0.9, 0.99), weight_decay=0.1)
     return adamw if settings.optimizer == "adamw" else Muon(lambda step: MUON_RATE * lr(step), others=adamw)
 
 
-def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSettings, mesh: Mesh) -> float:
+def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: TrainSettings, mesh: Mesh) -> float:
     """Return the mean loss over all windows of `tokens`."""
     total = np.zeros(2)  # summed loss, number of windows
     batch_size = settings.batch // mesh.dp.size  # as in training, at least a window for each micro-batch
@@ -154,7 +153,7 @@ def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: LayoutSetti
     return float(total[0] / total[1])
 
 
-def write(pipe: PipelineExecutor, schedule: Schedule, prompt: Array, settings: LayoutSettings, mesh: Mesh) -> Array:
+def write(pipe: PipelineExecutor, schedule: Schedule, prompt: Array, settings: TrainSettings, mesh: Mesh) -> Array:
     """Let the model go on after `prompt`, one token at a time. Collective over one pipeline."""
     generator = np.random.Generator(np.random.Philox(key=settings.seed))
     last_rank = schedule.rank_of(schedule.num_stages(mesh.pp.size) - 1, mesh.pp.size)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import minigrad as mg
-from common.settings import LayoutSettings
+from common.train_gpt_settings import TrainSettings
 from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, broadcast_params
 from distributed.data_parallel.comm_hooks import compressed
 from minigrad.flat import zero_grad
@@ -660,7 +660,7 @@ def test_half_precision_rounds_gradients_and_nothing_else(ranks):
 
 def test_most_of_a_default_gpt_travels_while_its_backward_still_computes():
     """Buckets that are too large launch all at the end, and nothing is hidden."""
-    defaults = LayoutSettings()
+    defaults = TrainSettings()
     config = GPTConfig(defaults.vocab, 8, defaults.layers, defaults.heads, defaults.width)
     model = GPT(config)
     for options in ({}, {"bucket_bytes": int(defaults.bucket_mb * 2**20)}):

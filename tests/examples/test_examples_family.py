@@ -27,8 +27,8 @@ import schedule_from_csv
 from common import settings as flags
 from common.digits import load_digits
 from common.proof import proved
-from common.settings import check
 from distributed import LocalWorld
+from distributed.run import check
 from minigrad import check_vjp
 from pipeline import SCHEDULES, Action, Schedule, ScheduleError, draw, load
 

@@ -11,7 +11,7 @@ from jobs import ROOT, needs_mpirun, run_job, write_text
 from safetensors.numpy import load_file
 
 import train_gpt
-from common.settings import LayoutSettings
+from common.train_gpt_settings import TrainSettings
 from distributed import Communicator, LocalWorld, Mesh
 from distributed.data_parallel.compression import LARGEST
 
@@ -178,7 +178,7 @@ def test_a_run_with_compression_goes_on_bit_by_bit_and_says_what_it_sent(
 
 
 def test_the_learning_rate_warms_up_and_comes_down() -> None:
-    rates = [train_gpt.learning_rate(LayoutSettings(steps=40, lr=1.0))(step) for step in range(40)]
+    rates = [train_gpt.learning_rate(TrainSettings(steps=40, lr=1.0))(step) for step in range(40)]
     assert rates[:4] == sorted(rates[:4])
     assert rates[0] <= 0.25
     assert max(rates) == 1.0
@@ -201,7 +201,7 @@ def test_replicas_share_the_validation_and_each_window_counts_once() -> None:
             return float(np.mean(x[:, 0] // 4))
 
     def program(comm: Communicator) -> float:
-        settings = LayoutSettings(context=4, batch=4, dp=2)
+        settings = TrainSettings(context=4, batch=4, dp=2)
         return train_gpt.validation_loss(Pipe(comm.rank), tokens, settings, Mesh(comm, dp=2, pp=1))  # type: ignore[arg-type]
 
     assert LocalWorld(2).run(program) == [5.0, 5.0]
@@ -213,15 +213,16 @@ POISONED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import train_gpt
-clip, calls = train_gpt.clip_by_global_norm, []
+DDP = train_gpt.DistributedDataParallel
+clip, calls = DDP.clip_by_global_norm, []
 
-def poisoned(stages, max_norm):
-    calls.append(stages)
+def poisoned(ddp, max_norm):
+    calls.append(ddp)
     if len(calls) in {steps} and train_gpt.world().rank == 1:
-        stages.counted_parameters()[0].grad[...] = float("nan")
-    return clip(stages, max_norm)
+        ddp.model.counted_parameters()[0].grad[...] = float("nan")
+    return clip(ddp, max_norm)
 
-train_gpt.clip_by_global_norm = poisoned
+DDP.clip_by_global_norm = poisoned
 sys.argv = ["train_gpt.py", *sys.argv[2:]]
 train_gpt.run_script(train_gpt.main)
 """

@@ -12,8 +12,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train_gpt
-from common import command_line, run_folder
 from distributed import Communicator, world
+from distributed.run import command_line
+from distributed.run import folder as run_folder
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.plots import LINE, POINT, Curve, Plot, draw_plots, limits, plots, read_metrics, smooth, totals
+from distributed.run.plots import LINE, POINT, Curve, Plot, draw_plots, limits, plots, read_metrics, smooth, totals
 
 FILES = ["loss.png", "throughput.png", "exposed_communication.png"]
 

@@ -22,9 +22,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.command_line import CHECKPOINTS, METRICS, RUNS, SETTINGS_FILE, SUMMARY, script_name
-from common.plots import draw_plots, read_metrics
 from distributed.checkpoint.files import complete
+from distributed.run.command_line import CHECKPOINTS, METRICS, RUNS, SETTINGS_FILE, SUMMARY, script_name
+from distributed.run.plots import draw_plots, read_metrics
 from minigrad.files import atomic_write
 from minigrad.json_files import to_json
 from pipeline import Event, perfetto, svg

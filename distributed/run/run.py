@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from common.command_line import CHECKPOINTS, METRICS, Saved, fail, flag_of, to_save
-from common.plots import speed_text, totals
-from common.progress import Progress
-from common.run_folder import RunFolder
-from common.settings import RunSettings
 from distributed import Communicator, ReduceOp, describe, launched_by_mpi
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError, HasTensors
+from distributed.run.command_line import CHECKPOINTS, METRICS, Saved, fail, to_save
+from distributed.run.flags import flag_of
+from distributed.run.folder import RunFolder
+from distributed.run.plots import speed_text, totals
+from distributed.run.progress import Progress
+from distributed.run.settings import RunSettings
 from distributed.stop import StopRequest
 from distributed.trace.perfetto import Event
 from distributed.trace.recorder import Recorder

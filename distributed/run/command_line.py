@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.settings import RunSettings, check
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest
 from distributed.comm.world import exit_together, launcher_rank, launcher_size, world
+from distributed.run.flags import check, flag_of
+from distributed.run.settings import RunSettings
 from minigrad.json_files import as_kind, parse_json
 
 S = TypeVar("S", bound=RunSettings)
@@ -140,11 +141,6 @@ def to_save(settings: RunSettings) -> dict[str, Any]:
 def script_name() -> str:
     """Return the name of the script that runs, without its suffix."""
     return Path(sys.argv[0]).stem
-
-
-def flag_of(field_name: str) -> str:
-    """Return how a field of the settings is written on the command line."""
-    return "--" + field_name.replace("_", "-")
 
 
 def fail(message: str, *, everywhere: bool = True) -> NoReturn:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common import progress as progress_module
-from common.progress import Progress
+from distributed.run import progress as progress_module
+from distributed.run.progress import Progress
 
 
 class Terminal(io.StringIO):

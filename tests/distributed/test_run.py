@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import run as run_module
-from common import run_folder
-from common.run import Run
-from common.run_folder import RunFolder
-from common.settings import RunSettings
 from distributed import Communicator, LocalWorld, SoloCommunicator
 from distributed.data.batches import Sampler
+from distributed.run import RunSettings
+from distributed.run import folder as run_folder
+from distributed.run import run as run_module
+from distributed.run.folder import RunFolder
+from distributed.run.run import Run
 from distributed.stop import StopRequest
 from minigrad import backward
 from minigrad.nn import Linear, ParamGetter

@@ -1,0 +1,99 @@
+"""The flags of train_gpt.py, a group for each thing that can be chosen; `TrainSettings` is all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.settings import GPTSettings, HybridSettings
+from distributed.data_parallel.compression import LARGEST
+from distributed.run.flags import COUNT_OR_NONE, MOST, SHARE, Bounds, Rule, flag, other_default
+from distributed.run.settings import RunSettings
+from minigrad.backend import DEVICES
+
+
+@dataclass(frozen=True)
+class RegularizationSettings(GPTSettings):
+    """Settings of what keeps a GPT from learning its text by heart."""
+
+    dropout: float = flag(0.0, "share of activations dropped in training, from 0 to below 1", "P", bounds=SHARE)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(RunSettings):
+    """Settings of how weights change."""
+
+    optimizer: str = flag(
+        "adamw", "muon takes the hidden matrices and leaves the rest to adamw", choices=("adamw", "muon")
+    )
+
+
+@dataclass(frozen=True)
+class ReplicationSettings(HybridSettings):
+    """Settings of how replicas work together."""
+
+    bucket_mb: float = flag(
+        25.0,
+        "MiB of gradients that are reduced together, while the backward goes on",
+        "MIB",
+        bounds=Bounds(above=0, at_most=MOST),
+    )
+    zero: int = flag(
+        0, "replicas share out 1: the optimizer's state, 2: gradients too; 0: each has all", choices=(0, 1, 2)
+    )
+    compress: str = flag(
+        "none",
+        "send gradients in so few bits, and what these lose in the next step",
+        choices=("none", *LARGEST),
+        fixed=True,
+    )
+    exact: bool = flag(
+        False,
+        "add gradients up so that every layout with as many micro-batches (dp * microbatches) gives the same bits, and "
+        "print a hash of the weights",
+    )
+    check_every: int = flag(
+        0,
+        "steps between two comparisons of the replicas' weights, bit by bit; 0 never compares",
+        bounds=COUNT_OR_NONE,
+    )
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.microbatches if self.exact else super().num_microbatches
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        plain = self.compress == "none" or not (self.zero or self.exact)
+        yield plain, f"--compress {self.compress} goes with neither --zero nor --exact"
+        yield not (self.exact and self.zero), f"--exact has no shards yet, got --zero {self.zero}"
+        num_parts = self.dp * self.num_microbatches
+        parts = f"got {self.batch} for dp * microbatches = {num_parts}"
+        yield not self.exact or self.batch % num_parts == 0, f"--exact needs micro-batches of one size: {parts}"
+        wider = f"--exact adds float32 up in float64, and nothing is wider than --dtype {self.dtype}"
+        yield not self.exact or self.dtype == "float32", wider
+
+
+@dataclass(frozen=True)
+class DeviceSettings(GPTSettings):
+    """Settings of what computes."""
+
+    device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", choices=tuple(DEVICES))
+    precision: str = flag(
+        "float32",
+        "of what layers compute; weights, gradients and checkpoints stay float32",
+        choices=("float32", "bfloat16"),
+    )
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        wide = f"--precision bfloat16 trains float32 weights, got --dtype {self.dtype}"
+        yield self.precision == "float32" or self.dtype == "float32", wide
+
+
+@dataclass(frozen=True)
+class TrainSettings(ReplicationSettings, OptimizerSettings, RegularizationSettings, DeviceSettings):
+    """Settings of the script that can do everything."""
+
+    lr: float = other_default(RunSettings, "lr", 3e-3)
+    width: int = other_default(GPTSettings, "width", 128)
