@@ -92,12 +92,14 @@ def test_a_gradient_that_is_not_finite_arrives_as_such_and_is_not_kept(ranks):
 @pytest.mark.ranks(2, 3)
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_undisturbed_one(ranks, tmp_path):
     def program(comm):
+        folder = comm.broadcast_object(tmp_path)  # each process of MPI has another one
+
         def begin(name):
             model, hook = MLP([4, 6, 3], seed=0), ErrorFeedback("int8")
             ddp = DistributedDataParallel(model, comm, comm_hook=hook)
             hook.attach(ddp.buckets)
             optimizer = Optimizer(model.parameters(), SGD(0.1))
-            return model, ddp, optimizer, Checkpointer(tmp_path / name, comm, WithState(model, hook), optimizer)
+            return model, ddp, optimizer, Checkpointer(folder / name, comm, WithState(model, hook), optimizer)
 
         def train(model, ddp, optimizer, first, last):
             for step in range(first, last):
