@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol, SupportsFloat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, SupportsFloat, TypeVar
 
 import numpy as np
 
 from distributed.agreement import same_on_all
-from distributed.comm.communicator import Array, Communicator
+from distributed.comm.communicator import Array, Communicator, ReduceOp
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.early import EarlyBuckets, EarlyOptimizer
@@ -23,7 +24,10 @@ from minigrad.nn import Buffer
 from minigrad.optim import Optimizer, Rule, check_max_norm, is_matrix
 from minigrad.parameter import Parameter
 
+T = TypeVar("T")
+
 NOT_GIVEN = -math.inf  # what travels for a weight that a rank leaves out
+NO_SAMPLES = -sys.float_info.max  # what travels for the weight of a rank that takes part without samples
 
 
 class HasParameters(Protocol):
@@ -201,11 +205,15 @@ class DistributedDataParallel:
         Collective where the weights are checked.
         """
         num_samples, weights = counts[:, 0].astype(int).tolist(), counts[:, 1].tolist()
-        if min(num_samples) < 1:
+        here = [rank for rank, weight in enumerate(weights) if weight != NO_SAMPLES]
+        if not here:
+            raise ValueError("every rank calls reduce_no_samples(): some rank needs samples")
+        if min(num_samples[rank] for rank in here) < 1:
             raise ValueError(f"every rank needs num_samples of at least 1, got {num_samples} by rank")
-        if weights == [NOT_GIVEN] * len(weights):
-            weights = num_samples
-        if not all(0 < weight < math.inf for weight in weights):
+        if all(weights[rank] == NOT_GIVEN for rank in here):
+            weights = list(num_samples)
+        weights = [weight if rank in here else 0.0 for rank, weight in enumerate(weights)]
+        if not all(0 < weights[rank] < math.inf for rank in here):
             given = [None if weight == NOT_GIVEN else weight for weight in weights]
             raise ValueError(f"every rank needs a weight above 0 and finite, or none does, got {given} by rank")
         self._num_backwards += 1
@@ -227,6 +235,48 @@ class DistributedDataParallel:
 
         hooks = Hooks(on_start, self.buckets.mark_ready, self.comm.progress, on_error=self.buckets.fail, **weighted)
         return hooks + self.recorder.hooks() if self._is_whole_step else hooks
+
+    def join(self, batches: Iterable[T]) -> Iterator[T | None]:
+        """Yield this rank's batches, then None while other ranks have some left. Collective.
+
+            for batch in ddp.join(batches):
+                optimizer.zero_grad()
+                if batch is None:
+                    ddp.reduce_no_samples()
+                else:
+                    backward_with_hooks(loss_fn(*batch), ddp.hooks(num_samples=len(batch[0])))
+                ddp.wait()
+                optimizer.step()                # on every rank: replicas stay equal
+
+        So all ranks take as many steps, and a mean is over the samples that there are, as in one process. Blocks for
+        one small message a step.
+
+        Raises:
+            ValueError: the model is part of a pipeline, whose stages need all their micro-batches.
+        """
+        if isinstance(getattr(self.model, "comm", None), Communicator) and self.model.comm.size > 1:  # type: ignore[attr-defined]
+            raise ValueError("join is for replicas in one process each: in a pipeline all ranks need as many batches")
+        left = iter(batches)
+        while True:
+            batch = next(left, None)
+            with self.comm.waiting_for("whether other ranks have batches left, in ddp.join"):
+                if not self.comm.allreduce(np.array([batch is not None], np.uint8), op=ReduceOp.MAX).wait()[0]:
+                    return
+            yield batch
+
+    def reduce_no_samples(self) -> None:
+        """Take part in a step in place of `hooks` and a backward: this rank has no samples for it. Collective.
+
+        Raises:
+            RuntimeError: a backward without the hooks has left gradients here, which would be lost.
+            ValueError: no rank has samples.
+        """
+        held = next((p for p in self.params if p.has_grad), None)
+        if held is not None:
+            raise RuntimeError(f"reduce_no_samples() with a gradient of {held.label}: call optimizer.zero_grad() first")
+        hooks = self.hooks_for(self.count_samples(0, NO_SAMPLES))
+        assert hooks.on_start is not None
+        hooks.on_start(())
 
     def wait(self) -> None:
         """Block until all gradients are averaged over ranks; call it before clipping and stepping.
