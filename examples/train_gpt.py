@@ -35,9 +35,8 @@ from minigrad.muon import Muon
 from minigrad.optim import AdamW
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
-from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, Schedule
+from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
 
-MAX_GRAD_NORM = 1.0
 MUON_RATE = 6.0
 SAMPLE_TOKENS = 300
 SAMPLE_TEMPERATURE = 0.8
@@ -106,10 +105,13 @@ def main() -> None:
         ):
             loss = pipe.step(x, y, hooks=hooks)
             ddp.wait()
-        grad_norm = ddp.clip_by_global_norm(MAX_GRAD_NORM)
+        grad_norm = ddp.clip_by_global_norm(settings.clip or math.inf)
         if guard.allows(grad_norm):  # the same number on every rank
             optimizer.step()
         run.log(ddp.mean(loss), grad_norm=grad_norm)
+        if settings.eval_every and (step + 1) % settings.eval_every == 0:
+            with run.aside():
+                run.note(validation_loss=validation_loss(pipe, stages, validation, settings, mesh))
     if settings.exact:
         run.say(f"weights {weights_sha256(stages)}")
     if run.stopped:
@@ -117,8 +119,8 @@ def main() -> None:
     if hook is not None:
         run.say(f"a rank sent {hook.sent_bytes:,} bytes of gradients, {hook.plain_bytes:,} without --compress")
 
+    loss = validation_loss(pipe, stages, validation, settings, mesh)
     stages.eval()
-    loss = validation_loss(pipe, validation, settings, mesh)
     run.end(validation_loss=loss)
     run.say(f"validation loss {loss:.3f} nats a token")
     prompt = validation[: settings.context]
@@ -129,20 +131,27 @@ def main() -> None:
 
 
 def learning_rate(settings: TrainSettings) -> Callable[[int], float]:
-    """Return the learning rate of each step: up in the first tenth, at most 100 steps, then down to a tenth."""
-    warmup = min(100, settings.steps // 10)
-    return warmup_cosine(settings.lr, num_steps=settings.steps, num_warmup_steps=warmup, floor=settings.lr / 10)
+    """Return the learning rate of each step: up during the warmup, then down to what is to be left."""
+    return warmup_cosine(
+        settings.lr,
+        num_steps=settings.steps,
+        num_warmup_steps=settings.num_warmup_steps,
+        floor=settings.lr * settings.lr_end,
+    )
 
 
 def rule_of(settings: TrainSettings) -> AdamW | Muon:
     """Return how weights change; Muon's learning rate follows that of AdamW, `MUON_RATE` times as high."""
     lr = learning_rate(settings)
-    adamw = AdamW(lr, betas=(0.9, 0.99), weight_decay=0.1)
+    adamw = AdamW(lr, betas=(settings.beta1, settings.beta2), weight_decay=settings.weight_decay)
     return adamw if settings.optimizer == "adamw" else Muon(lambda step: MUON_RATE * lr(step), others=adamw)
 
 
-def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: TrainSettings, mesh: Mesh) -> float:
-    """Return the mean loss over all windows of `tokens`."""
+def validation_loss(
+    pipe: PipelineExecutor, stages: LocalStages, tokens: Array, settings: TrainSettings, mesh: Mesh
+) -> float:
+    """Return the mean loss over all windows of `tokens`, without dropout. Collective."""
+    stages.eval()
     total = np.zeros(2)  # summed loss, number of windows
     batch_size = settings.batch // mesh.dp.size  # as in training, at least a window for each micro-batch
     for x, y in validation_batches(
@@ -150,6 +159,7 @@ def validation_loss(pipe: PipelineExecutor, tokens: Array, settings: TrainSettin
     ):
         total += len(x) * pipe.evaluate(place(x, settings.device), place(y, settings.device)), len(x)
     mesh.dp.allreduce(total).wait()
+    stages.train()
     return float(total[0] / total[1])
 
 

@@ -1,7 +1,7 @@
 """Files of tokens, mapped into memory: opening one reads next to nothing, and the ranks of a host share its pages.
 
-Tokens are a flat `.npy` file of integers, which a tokenizer has written with `write_tokens`; or the bytes of
-any other file, or of a directory of files.
+Tokens are a flat `.npy` file of integers, which a tokenizer has written with `write_tokens`; a `.bin` file of uint16,
+as nanoGPT writes its train.bin; or the bytes of any other file, or of a directory of files.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from minigrad.files import atomic_write
 Tokens = NDArray[np.integer[Any]]
 
 NUM_BYTES = 256
+TOKEN_FILES = (".npy", ".bin")
 _BLOCK = 1 << 22  # tokens checked at a time
 
 
@@ -27,9 +28,10 @@ def read_tokens(path: str | Path, *, vocab_size: int | None = None) -> Tokens:
     """Open tokens for reading.
 
     Args:
-        path: an `.npy` file, one-dimensional and of integers; any other file, taken as bytes; or a directory, whose
-            files are joined with an empty line between them, in the order of their names. A directory's text is held
-            in memory. Left out are empty files, hidden ones, and links to directories.
+        path: an `.npy` file, one-dimensional and of integers; a `.bin` file, little-endian uint16 without a header;
+            any other file, taken as bytes; or a directory, whose texts are joined with an empty line between them, in
+            the order of their names, and held in memory. Left out are empty files, hidden ones, and links to
+            directories.
         vocab_size: check all tokens to be below it, which reads the whole file, unless its dtype says so already. Above
             256 a file of bytes is refused: it may be tokens that another program wrote.
     Returns:
@@ -48,7 +50,7 @@ def read_tokens(path: str | Path, *, vocab_size: int | None = None) -> Tokens:
     if len(tokens) == 0:
         raise ValueError(f"there must be at least one token, got an empty {path}")
     if vocab_size is not None:
-        if vocab_size > NUM_BYTES and path.suffix != ".npy" and not path.is_dir():
+        if vocab_size > NUM_BYTES and path.suffix not in TOKEN_FILES and not path.is_dir():
             raise ValueError(
                 f"{path} would be read as bytes, of which there are {NUM_BYTES}, got vocab_size={vocab_size}: "
                 "tokens of a larger vocabulary are .npy files, such as write_tokens makes"
@@ -151,7 +153,10 @@ def _map(path: Path) -> Tokens:
     if not stat.S_ISREG(status.st_mode):  # a pipe could be read once, by one rank
         raise ValueError(f"tokens must be a regular file or a directory, got {path}")
     if path.suffix != ".npy":
-        return np.memmap(path, np.uint8, mode="r") if status.st_size else np.empty(0, np.uint8)
+        dtype = np.dtype("<u2" if path.suffix == ".bin" else np.uint8)
+        if status.st_size % dtype.itemsize:
+            raise ValueError(f"a .bin file holds tokens of 2 bytes each, got {path} of {status.st_size} bytes")
+        return np.memmap(path, dtype, mode="r") if status.st_size else np.empty(0, dtype)
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except OSError:
@@ -174,7 +179,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
         if path.is_dir() and not path.is_symlink():
             yield from _text_files(path)
         elif path.is_file():
-            if path.suffix == ".npy":
+            if path.suffix in TOKEN_FILES:
                 raise ValueError(f"a directory of tokens must hold texts only, got {path}")
             yield path
 

@@ -81,6 +81,7 @@ class Run:
         self._samples_per_step = settings.batch * size
         self._loss_unit = loss_unit
         self._line: dict[str, Any] = {}  # of the step under way
+        self._aside = (0.0, 0.0)  # seconds that are not of this step, and of these in waits
         self._events: list[Event] = []  # of the step that was recorded
         self._start_line = describe(comm, device=device)
         self._files: RunFolder  # on rank 0 alone
@@ -132,11 +133,12 @@ class Run:
             seconds = 0.0
             for step in range(first, settings.steps):
                 start, waited = time.perf_counter(), self._comm.waited_seconds
-                self._line = {"step": step, "learning_rate": optimizer.lr}
+                self._line, self._aside = {"step": step, "learning_rate": optimizer.lr}, (0.0, 0.0)
                 if step == first:
                     self._line |= self._layout()
                 yield step
-                line = self._measure(time.perf_counter() - start, self._comm.waited_seconds - waited)
+                seconds_of_step = time.perf_counter() - start - self._aside[0]
+                line = self._measure(seconds_of_step, self._comm.waited_seconds - waited - self._aside[1])
                 if not math.isfinite(line["loss"]):
                     raise ValueError(f"the loss of step {step} is {line['loss']}, and what follows would be too")
                 fault = self._write(line)
@@ -165,7 +167,21 @@ class Run:
 
         A `grad_norm` that is not finite says that no rank took this step, see `StepGuard`; the summary counts them.
         """
-        self._line |= {name: float(value) for name, value in {"loss": loss, **more}.items()}
+        self.note(loss=loss, **more)
+
+    def note(self, **values: float) -> None:
+        """Add to this step's line of metrics; a `validation_loss` is a point in loss.png."""
+        self._line |= {name: float(value) for name, value in values.items()}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave what runs inside out of this step's time, such as an evaluation."""
+        start, waited = time.perf_counter(), self._comm.waited_seconds
+        yield
+        self._aside = (
+            self._aside[0] + time.perf_counter() - start,
+            self._aside[1] + self._comm.waited_seconds - waited,
+        )
 
     @contextmanager
     def recorded(self, whose: HasRecorder, step: int) -> Iterator[None]:

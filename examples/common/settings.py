@@ -36,7 +36,7 @@ class GPTSettings(RunSettings):
     context: int = flag(64, "tokens that the model sees at a time", bounds=COUNT, fixed=True)
     text: str | None = flag(
         None,
-        "what to learn: a file or a folder of files, as bytes, or tokens of your own as .npy "
+        "what to learn: a file or a folder of files, as bytes, or tokens of your own as .npy or as .bin of uint16 "
         "(default: the reference text that comes with Python)",
         "PATH",
     )
@@ -127,10 +127,17 @@ class HybridSettings(ScheduleSettings):
         1, "pipeline stages that the layers of each replica are cut into; dp * pp is the number of ranks", bounds=COUNT
     )
 
+    microbatches: int = flag(
+        0,
+        "parts that a replica's batch is cut into, and whose gradients add up: less memory, and a smaller bubble of a "
+        "pipeline; 0 is 4 in a pipeline and 1 without",
+        bounds=Bounds(at_least=0, at_most=MOST_MICROBATCHES),
+    )
+
     @property
     def num_microbatches(self) -> int:
-        """Parts of a replica's batch: without a pipeline there is nothing to gain from cutting it."""
-        return self.microbatches if self.pp > 1 else 1
+        """Parts of a replica's batch."""
+        return self.microbatches or (4 if self.pp > 1 else 1)
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.settings import GPTSettings, HybridSettings
 from distributed.data_parallel.compression import LARGEST
-from distributed.run.flags import COUNT_OR_NONE, MOST, SHARE, Bounds, Rule, flag, other_default
+from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Bounds, Rule, flag, other_default
 from distributed.run.settings import RunSettings
 from minigrad.backend import DEVICES
 
@@ -17,6 +17,18 @@ class RegularizationSettings(GPTSettings):
     """Settings of what keeps a GPT from learning its text by heart."""
 
     dropout: float = flag(0.0, "share of activations dropped in training, from 0 to below 1", "P", bounds=SHARE)
+    weight_decay: float = flag(
+        0.1, "share of matrices, times the learning rate, that goes in each step", "RATE", bounds=NOT_NEGATIVE
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationSettings(RunSettings):
+    """Settings of evaluation."""
+
+    eval_every: int = flag(
+        0, "steps between two validation losses, points in loss.png; 0 has one, at the end", bounds=COUNT_OR_NONE
+    )
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,28 @@ class OptimizerSettings(RunSettings):
     optimizer: str = flag(
         "adamw", "muon takes the hidden matrices and leaves the rest to adamw", choices=("adamw", "muon")
     )
+    warmup: int = flag(
+        -1,
+        "steps in which the learning rate rises to --lr; -1 is a tenth of --steps, at most 100",
+        bounds=Bounds(at_least=-1, at_most=MOST),
+    )
+    lr_end: float = flag(
+        0.1,
+        "share of --lr that half a cosine comes down to; 1 keeps it as it is",
+        "P",
+        bounds=Bounds(at_least=0, at_most=1),
+    )
+    clip: float = flag(1.0, "norm that gradients are clipped to; 0 never clips", "NORM", bounds=NOT_NEGATIVE)
+    beta1: float = flag(0.9, "share of adamw's mean of gradients that stays in a step", "P", bounds=SHARE)
+    beta2: float = flag(0.99, "share of adamw's mean of their squares that stays in a step", "P", bounds=SHARE)
+
+    @property
+    def num_warmup_steps(self) -> int:
+        return min(100, self.steps // 10) if self.warmup == -1 else self.warmup
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        yield self.warmup <= self.steps, f"--warmup must be at most --steps, got {self.warmup} and {self.steps}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +94,7 @@ class ReplicationSettings(HybridSettings):
 
     @property
     def num_microbatches(self) -> int:
-        return self.microbatches if self.exact else super().num_microbatches
+        return self.microbatches or 4 if self.exact else super().num_microbatches
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
@@ -92,7 +126,7 @@ class DeviceSettings(GPTSettings):
 
 
 @dataclass(frozen=True)
-class TrainSettings(ReplicationSettings, OptimizerSettings, RegularizationSettings, DeviceSettings):
+class TrainSettings(ReplicationSettings, OptimizerSettings, RegularizationSettings, EvaluationSettings, DeviceSettings):
     """Settings of the script that can do everything."""
 
     lr: float = other_default(RunSettings, "lr", 3e-3)

@@ -24,6 +24,20 @@ def write_sparse(path: Path, num_tokens: int) -> None:
         file.truncate(file.tell() + 2 * num_tokens)
 
 
+def test_a_bin_file_is_uint16_as_nanogpt_writes_it(tmp_path: Path) -> None:
+    written = np.array([50256, 0, 258], np.uint16)
+    written.astype("<u2").tofile(tmp_path / "train.bin")
+    tokens = read_tokens(tmp_path / "train.bin", vocab_size=50257)
+    assert (tokens.dtype, tokens.tolist()) == (np.uint16, written.tolist())
+    with pytest.raises(ValueError, match=r"got 50256 at position 0 of .*train\.bin, and vocab_size=256"):
+        read_tokens(tmp_path / "train.bin", vocab_size=256)
+    with pytest.raises(ValueError, match=r"a directory of tokens must hold texts only, got .*train\.bin"):
+        read_tokens(tmp_path)
+    (tmp_path / "train.bin").write_bytes(b"abc")
+    with pytest.raises(ValueError, match=r"tokens of 2 bytes each, got .*train\.bin of 3 bytes"):
+        read_tokens(tmp_path / "train.bin")
+
+
 def test_any_file_is_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"\xff\r\n\x00")
     tokens = read_tokens(tmp_path / "text")
@@ -246,11 +260,11 @@ def test_the_dtype_does_not_say_enough(wrong: Any, vocab_size: int, tmp_path: Pa
 
 
 def test_tokens_of_another_program_are_not_taken_for_bytes(tmp_path: Path) -> None:
-    """A train.bin of uint16, as nanoGPT and llm.c write it: its 4 tokens are 8 bytes, all below the vocabulary."""
-    np.array([15496, 995, 50256, 11], np.uint16).tofile(tmp_path / "train.bin")
-    with pytest.raises(ValueError, match=r"train\.bin would be read as bytes, .* 256, got vocab_size=50304: .*\.npy"):
-        read_tokens(tmp_path / "train.bin", vocab_size=50304)
-    assert len(read_tokens(tmp_path / "train.bin", vocab_size=256)) == 8
+    """A file of uint16, as nanoGPT and llm.c write it: its 4 tokens are 8 bytes, all below the vocabulary."""
+    np.array([15496, 995, 50256, 11], np.uint16).tofile(tmp_path / "train.tokens")
+    with pytest.raises(ValueError, match=r"tokens would be read as bytes, .* 256, got vocab_size=50304: .*\.npy"):
+        read_tokens(tmp_path / "train.tokens", vocab_size=50304)
+    assert len(read_tokens(tmp_path / "train.tokens", vocab_size=256)) == 8
 
 
 def test_parts_may_be_lists_as_tokenizers_give_them(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ def test_each_flag_sets_its_field() -> None:
         "--steps 3 --batch 5 --lr 0.5 --seed 9 --run folder --save-every 7 --keep 2 --progress lines --quiet"
         " --layers 6 --heads 7 --width 14 --context 8 --dropout 0.25 --text file --vocab 300 --dtype float64"
         " --dp 1 --pp 1 --schedule gpipe --microbatches 2 --bucket-mb 1.5 --optimizer muon --zero 2"
-        " --check-every 3 --device cuda"
+        " --check-every 3 --device cuda --warmup 2 --lr-end 0.5 --clip 3 --beta1 0.8 --beta2 0.7 --weight-decay 0.2"
+        " --eval-every 2"
     )
     settings = read_settings(TrainSettings, "", line.split())
     assert settings == TrainSettings(
@@ -49,14 +50,23 @@ def test_each_flag_sets_its_field() -> None:
         optimizer="muon",
         zero=2,
         check_every=3,
+        warmup=2,
+        lr_end=0.5,
+        clip=3.0,
+        beta1=0.8,
+        beta2=0.7,
+        weight_decay=0.2,
+        eval_every=2,
         device="cuda",
     )
     unchanged = {f.name for f in fields(TrainSettings) if getattr(settings, f.name) == f.default}
     assert unchanged == {"resume", "dp", "pp", "compress", "exact", "precision"}  # which do not go with zero or float64
 
 
-def test_only_a_pipeline_cuts_its_batch() -> None:
-    assert TrainSettings(pp=1, microbatches=8).num_microbatches == 1
+def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
+    assert TrainSettings(pp=1).num_microbatches == 1
+    assert TrainSettings(pp=2).num_microbatches == 4
+    assert TrainSettings(pp=1, microbatches=8).num_microbatches == 8
     assert TrainSettings(pp=2, microbatches=8).num_microbatches == 8
 
 
@@ -80,6 +90,9 @@ def test_only_a_pipeline_cuts_its_batch() -> None:
             "--batch must hold a sample for each of the dp * microbatches parts, got 48 for 2 * 25",
         ),
         ({"dp": 49}, 49, "--batch must hold a sample for each of the dp * microbatches parts, got 48 for 49 * 1"),
+        ({"warmup": 601}, 1, "--warmup must be at most --steps, got 601 and 600"),
+        ({"lr_end": 1.5}, 1, "--lr-end must be at most 1, got 1.5"),
+        ({"clip": -1.0}, 1, "--clip must be at least 0, got -1.0"),
         ({"heads": 3}, 1, "--width must be a multiple of --heads, got 128 and 3"),
         ({"dropout": 1.0}, 1, "--dropout must be below 1, got 1.0"),
         ({"dropout": -0.1}, 1, "--dropout must be at least 0, got -0.1"),

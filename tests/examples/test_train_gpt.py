@@ -186,6 +186,34 @@ def test_the_learning_rate_warms_up_and_comes_down() -> None:
     assert 0.1 <= rates[-1] < 0.11
 
 
+def test_the_learning_rate_and_the_rule_are_as_the_flags_say() -> None:
+    settings = TrainSettings(steps=20, lr=1.0, warmup=4, lr_end=0.5, beta1=0.8, beta2=0.7, weight_decay=0.3)
+    rates = [train_gpt.learning_rate(settings)(step) for step in (0, 3, 20)]
+    assert rates == pytest.approx([0.25, 1.0, 0.5])
+    rule = train_gpt.rule_of(settings)
+    assert (rule.betas, rule.weight_decay) == ((0.8, 0.7), 0.3)
+    assert train_gpt.learning_rate(TrainSettings(steps=20, lr_end=1.0))(19) == 3e-3
+
+
+@needs_mpirun
+def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(tiny: list[str], tmp_path: Path) -> None:
+    flags = ["--clip", "0", "--run", "plain"]
+    assert run_job([SCRIPT, *tiny, *flags], ranks=None, cwd=tmp_path).returncode == 0
+    flags = shlex.split("--clip 0 --dp 2 --microbatches 3 --eval-every 2 --run parts")
+    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    plain, parts = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "parts")
+    )
+    assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in plain], rel=1e-9)
+    assert [line["step"] for line in parts if "validation_loss" in line] == [1, 3]
+    summary = json.loads((tmp_path / "plain" / "summary.json").read_text())
+    assert parts[-1]["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-9)
+    events = json.loads((tmp_path / "parts" / "timeline.json").read_text())["traceEvents"]
+    assert {"0F0", "0F1", "0F2"} <= {event["name"] for event in events}
+
+
 def test_replicas_share_the_validation_and_each_window_counts_once() -> None:
     tokens = np.arange(4 * 11 + 1)  # 11 windows, in 5 batches of 3, 2, 2, 2, 2
     seen: list[list[int]] = [[], []]
@@ -200,9 +228,16 @@ def test_replicas_share_the_validation_and_each_window_counts_once() -> None:
             seen[self.rank] += (x[:, 0] // 4).tolist()
             return float(np.mean(x[:, 0] // 4))
 
+    class Stages:
+        """Has no dropout to leave out."""
+
+        def eval(self) -> None: ...
+
+        def train(self) -> None: ...
+
     def program(comm: Communicator) -> float:
         settings = TrainSettings(context=4, batch=4, dp=2)
-        return train_gpt.validation_loss(Pipe(comm.rank), tokens, settings, Mesh(comm, dp=2, pp=1))  # type: ignore[arg-type]
+        return train_gpt.validation_loss(Pipe(comm.rank), Stages(), tokens, settings, Mesh(comm, dp=2, pp=1))  # type: ignore[arg-type]
 
     assert LocalWorld(2).run(program) == [5.0, 5.0]
     assert sorted(seen[0] + seen[1]) == list(range(11))
