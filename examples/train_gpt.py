@@ -14,7 +14,9 @@ where dp * microbatches is the same. A run that was ended, by
 
 import math
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
@@ -24,6 +26,7 @@ from common.text import load_tokens, split, trigram_nats
 from common.train_gpt_settings import TrainSettings
 from distributed import DistributedDataParallel, Mesh, local_rank, weights_sha256, world
 from distributed.data.batches import TokenBatches, validation_batches
+from distributed.data.tokenizer import TOKENIZER, Tokenizer
 from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.compression import ErrorFeedback, WithState
 from distributed.run import Run, read_settings, run_script
@@ -39,6 +42,8 @@ from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Sc
 
 MUON_RATE = 6.0
 SAMPLE_TOKENS = 300
+SAMPLE_SECONDS = 20.0
+NO_MORE = -1
 SAMPLE_TEMPERATURE = 0.8
 
 
@@ -51,6 +56,9 @@ def main() -> None:
     comm = world()
     mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
     run = Run(settings, comm, samples="tokens", size=settings.context, device=settings.device, loss_unit="nats a token")
+    tokenizer = Tokenizer.beside(settings.text) if settings.text is not None and settings.vocab != 256 else None
+    if tokenizer is not None:
+        run.keep(Path(settings.text or "").parent / TOKENIZER)
 
     config = gpt.GPTConfig(
         vocab_size=settings.vocab,
@@ -124,8 +132,12 @@ def main() -> None:
     run.end(validation_loss=loss)
     run.say(f"validation loss {loss:.3f} nats a token")
     prompt = validation[: settings.context]
-    sample = write(pipe, schedule, prompt, settings, mesh) if mesh.dp.rank == 0 else prompt
-    if settings.vocab == 256:
+    can_print = not settings.quiet and (tokenizer is not None or settings.vocab == 256)
+    sample = write(pipe, schedule, prompt, settings, mesh) if can_print and mesh.dp.rank == 0 else prompt
+    if tokenizer is not None:
+        run.say(f"{loss * len(validation) / tokenizer.num_bytes(validation):.3f} nats a byte")
+        run.say(f"after\n{''.join(tokenizer.decode(prompt))}\nit writes\n{''.join(tokenizer.decode(sample))}")
+    elif settings.vocab == 256:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
         run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
 
@@ -164,10 +176,10 @@ def validation_loss(
 
 
 def write(pipe: PipelineExecutor, schedule: Schedule, prompt: Array, settings: TrainSettings, mesh: Mesh) -> Array:
-    """Let the model go on after `prompt`, one token at a time. Collective over one pipeline."""
+    """Let the model go on after `prompt`, token by token, for at most `SAMPLE_SECONDS`. Collective over a pipeline."""
     generator = np.random.Generator(np.random.Philox(key=settings.seed))
     last_rank = schedule.rank_of(schedule.num_stages(mesh.pp.size) - 1, mesh.pp.size)
-    tokens = prompt.tolist()
+    tokens, end = prompt.tolist(), time.monotonic() + SAMPLE_SECONDS
     for _ in range(SAMPLE_TOKENS):
         window = place(np.array([tokens[-settings.context :]]), settings.device)
         outputs = pipe.predict(window)  # logits (1, T, vocab), on the last stage only
@@ -175,8 +187,10 @@ def write(pipe: PipelineExecutor, schedule: Schedule, prompt: Array, settings: T
         if outputs:
             logits = to_host(outputs[0])[0, -1].astype(np.float64)
             p = np.exp((logits - logits.max()) / SAMPLE_TEMPERATURE)
-            token[0] = generator.choice(len(p), p=p / p.sum())
+            token[0] = generator.choice(len(p), p=p / p.sum()) if time.monotonic() < end else NO_MORE
         mesh.pp.broadcast(token, root=last_rank).wait()
+        if token[0] == NO_MORE:
+            break
         tokens.append(int(token[0]))
     return np.array(tokens[len(prompt) :])
 

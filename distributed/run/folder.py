@@ -81,6 +81,11 @@ class RunFolder:
                 f"the file system of {self.path} has no locks ({error.strerror}): nothing keeps a second process out"
             )
 
+    def keep(self, path: Path) -> None:
+        """Copy a file into the folder, whole or not at all."""
+        with atomic_write(self.path / path.name) as unfinished:
+            unfinished.write_bytes(path.read_bytes())
+
     def is_finished(self) -> bool:
         """Return whether the run was summed up after its last step."""
         return (self.path / SUMMARY).exists()

@@ -93,6 +93,10 @@ class Run:
         if self._comm.rank == 0 and not self.settings.quiet:
             print(words, flush=True)
 
+    def keep(self, path: str | Path) -> None:
+        """Copy a small file into the run's folder: what whoever reads its checkpoints needs, such as a tokenizer."""
+        self._on_rank_0(lambda: self._files.keep(Path(path)))
+
     def warn(self, words: str) -> None:
         """Print on rank 0's stderr, also where the run is quiet."""
         if self._comm.rank == 0:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest, read_tensors
+from distributed.data.tokenizer import Tokenizer
 from minigrad.models import GPT, GPTConfig, gpt2
 from minigrad.models.generation import Sampling, generate
 
@@ -32,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.tokens < 0:
             raise ValueError(f"--tokens must be at least 0, got {args.tokens}")
         model = read_model(Path(args.folder))
-        prompt = encode(args.prompt, model.config.vocab_size)
-        stop = encode(args.stop, model.config.vocab_size) if args.stop else []
+        tokenizer = find_tokenizer(Path(args.folder))
+        prompt = encode(args.prompt, model.config.vocab_size, tokenizer)
+        stop = encode(args.stop, model.config.vocab_size, tokenizer) if args.stop else []
         tokens = until(stop, islice(generate(model, prompt, sampling=sampling), args.tokens))
-        for part in decode([prompt, tokens], model.config.vocab_size):
+        for part in decode([prompt, tokens], model.config.vocab_size, tokenizer):
             print(part, end="", flush=True)
         print()
     except (ValueError, IndexError, OSError) as error:
@@ -53,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt",
         default="\n",
         metavar="TEXT",
-        help="what to go on with; for a vocabulary other than bytes, numbers of tokens",
+        help="what to go on with; numbers of tokens, where they are no bytes and there is no tokenizer.json",
     )
     parser.add_argument("--tokens", type=int, default=300, metavar="N", help="at most so many are written")
     parser.add_argument("--stop", metavar="TEXT", help="end where this is written")
@@ -112,13 +114,20 @@ def _read_checkpoint(checkpoint: Path) -> GPT:
     return model
 
 
-def encode(text: str, vocab_size: int) -> list[int]:
-    """Return a text's tokens: its bytes where there are 256, else the numbers that are written in it.
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run, of the run that a checkpoint is of, or beside GPT-2's files."""
+    return Tokenizer.beside(folder.parent.parent if (folder / MANIFEST).is_file() else folder)
+
+
+def encode(text: str, vocab_size: int, tokenizer: Tokenizer | None = None) -> list[int]:
+    """Return a text's tokens: its tokenizer's, or its bytes where there are 256, else the numbers written in it.
 
     Raises:
         ValueError: it has no token.
     """
-    if vocab_size == 256:
+    if tokenizer is not None:
+        tokens = tokenizer.encode(text)
+    elif vocab_size == 256:
         tokens = list(text.encode())
     else:
         try:
@@ -142,13 +151,20 @@ def until(stop: Sequence[int], tokens: Iterable[int]) -> Iterator[int]:
             return
 
 
-def decode(parts: Iterable[Iterable[int]], vocab_size: int) -> Iterator[str]:
+def decode(parts: Iterable[Iterable[int]], vocab_size: int, tokenizer: Tokenizer | None = None) -> Iterator[str]:
     """Yield what can be shown of tokens as soon as it is whole; what a terminal would obey becomes a box."""
+    tokens = (token for part in parts for token in part)
+    if tokenizer is not None:
+        yield from map(_shown, tokenizer.decode(tokens))
+        return
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in (token for part in parts for token in part):
-        text = decoder.decode(bytes([token])) if vocab_size == 256 else f"{token} "
-        yield "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+    for token in tokens:
+        yield _shown(decoder.decode(bytes([token])) if vocab_size == 256 else f"{token} ")
     yield decoder.decode(b"", final=True)
+
+
+def _shown(text: str) -> str:
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import train_gpt
 from common.train_gpt_settings import TrainSettings
 from distributed import Communicator, LocalWorld, Mesh
 from distributed.data_parallel.compression import LARGEST
+from pipeline import SCHEDULES
 
 SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
 TINY = f"{SIZES} --dropout 0.1 --dtype float64".split(" ")
@@ -212,6 +213,21 @@ def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(tin
     assert parts[-1]["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-9)
     events = json.loads((tmp_path / "parts" / "timeline.json").read_text())["traceEvents"]
     assert {"0F0", "0F1", "0F2"} <= {event["name"] for event in events}
+
+
+def test_a_sample_ends_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe:
+        def predict(self, x: np.ndarray) -> list[np.ndarray]:
+            return [np.zeros((1, x.shape[1], 4))]
+
+    def program(comm: Communicator) -> int:
+        mesh = Mesh(comm, dp=1, pp=1)
+        settings = TrainSettings(context=4)
+        return len(train_gpt.write(Pipe(), SCHEDULES["1f1b"], np.zeros(4, np.int64), settings, mesh))  # type: ignore[arg-type]
+
+    assert LocalWorld(1).run(program) == [train_gpt.SAMPLE_TOKENS]
+    monkeypatch.setattr(train_gpt, "SAMPLE_SECONDS", -1.0)
+    assert LocalWorld(1).run(program) == [0]
 
 
 def test_replicas_share_the_validation_and_each_window_counts_once() -> None:

@@ -81,7 +81,9 @@ RULES = {
     "distributed.recovery": Rule(
         RANKS | TENSORS | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
     ),
-    "distributed.data": Rule({"numpy", "minigrad.files"}, "distributed.data.batches -> distributed.comm.mpi"),
+    "distributed.data": Rule(
+        {"numpy", "tokenizers", "minigrad.files"}, "distributed.data.batches -> distributed.comm.mpi"
+    ),
     "distributed.trace": Rule(RANKS | {"minigrad.hooks"}, "distributed.trace.recorder -> pipeline.schedules.action"),
     # Stages and micro-batches. Schedules are plain Python, at run time too.
     "pipeline.schedules": Rule({"pipeline.schedules.drawing"}, "pipeline.schedules.simulate -> numpy"),

