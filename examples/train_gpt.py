@@ -22,6 +22,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it
 
 import numpy as np
 
+from common.init_from import load_weights
 from common.text import load_tokens, split, trigram_nats
 from common.train_gpt_settings import TrainSettings
 from distributed import DistributedDataParallel, Mesh, local_rank, weights_sha256, world
@@ -72,6 +73,8 @@ def main() -> None:
     stages = PipelineStage.of(
         gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype, device=settings.device
     )
+    if settings.init_from is not None:
+        load_weights(stages.parameters(), config, settings.init_from)
     pipe = PipelineExecutor(
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
     )

@@ -23,6 +23,20 @@ class RegularizationSettings(GPTSettings):
 
 
 @dataclass(frozen=True)
+class FineTuningSettings(RunSettings):
+    """Settings of fine-tuning."""
+
+    init_from: str | None = flag(
+        None, "weights to begin with: of a run, a checkpoint, or GPT-2's files, of the same sizes", "FOLDER", once=True
+    )
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        both = f"--init-from begins a run and --resume goes on with one, got {self.init_from} and {self.resume}"
+        yield self.init_from is None or self.resume is None, both
+
+
+@dataclass(frozen=True)
 class EvaluationSettings(RunSettings):
     """Settings of evaluation."""
 
@@ -126,7 +140,14 @@ class DeviceSettings(GPTSettings):
 
 
 @dataclass(frozen=True)
-class TrainSettings(ReplicationSettings, OptimizerSettings, RegularizationSettings, EvaluationSettings, DeviceSettings):
+class TrainSettings(
+    ReplicationSettings,
+    OptimizerSettings,
+    RegularizationSettings,
+    EvaluationSettings,
+    FineTuningSettings,
+    DeviceSettings,
+):
     """Settings of the script that can do everything."""
 
     lr: float = other_default(RunSettings, "lr", 3e-3)

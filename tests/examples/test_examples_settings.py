@@ -60,7 +60,15 @@ def test_each_flag_sets_its_field() -> None:
         device="cuda",
     )
     unchanged = {f.name for f in fields(TrainSettings) if getattr(settings, f.name) == f.default}
-    assert unchanged == {"resume", "dp", "pp", "compress", "exact", "precision"}  # which do not go with zero or float64
+    assert unchanged == {
+        "resume",
+        "init_from",
+        "dp",
+        "pp",
+        "compress",
+        "exact",
+        "precision",
+    }
 
 
 def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
@@ -93,6 +101,11 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ({"warmup": 601}, 1, "--warmup must be at most --steps, got 601 and 600"),
         ({"lr_end": 1.5}, 1, "--lr-end must be at most 1, got 1.5"),
         ({"clip": -1.0}, 1, "--clip must be at least 0, got -1.0"),
+        (
+            {"init_from": "a", "resume": "auto"},
+            1,
+            "--init-from begins a run and --resume goes on with one, got a and auto",
+        ),
         ({"heads": 3}, 1, "--width must be a multiple of --heads, got 128 and 3"),
         ({"dropout": 1.0}, 1, "--dropout must be below 1, got 1.0"),
         ({"dropout": -0.1}, 1, "--dropout must be at least 0, got -0.1"),

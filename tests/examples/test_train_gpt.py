@@ -230,6 +230,32 @@ def test_a_sample_ends_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -
     assert LocalWorld(1).run(program) == [0]
 
 
+@needs_mpirun
+@pytest.mark.long
+def test_a_run_begins_with_another_s_weights_in_any_layout(tiny: list[str], tmp_path: Path) -> None:
+    assert run_job([SCRIPT, *tiny, "--run", "first"], ranks=None, cwd=tmp_path).returncode == 0
+    first = json.loads((tmp_path / "first" / "summary.json").read_text())["validation_loss"]
+    still = shlex.split("--steps 1 --lr 1e-15 --weight-decay 0 --init-from first")
+    for layout in ("--dp 2", "--pp 2 --microbatches 2"):
+        name = layout[2:4]
+        flags = [*still, *layout.split(), "--optimizer", "muon", "--run", name]
+        result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        loss = json.loads((tmp_path / name / "summary.json").read_text())["validation_loss"]
+        assert loss == pytest.approx(first, rel=1e-9)
+    must_fit = "--init-from first must fit: embed.token.weight is"
+    for flags, words in (
+        (["--heads", "1"], "--init-from first has --heads 2, got 1"),
+        (
+            ["--width", "32"],
+            f"{must_fit} (256, 32), and there it has shape (256, 16)",
+        ),
+        (["--init-from", "nowhere"], "--init-from must be a run, a checkpoint or GPT-2's files, got nowhere"),
+    ):
+        result = run_job([SCRIPT, *tiny, *still, *flags], ranks=None, cwd=tmp_path)
+        assert (result.returncode, result.stderr.strip()) == (2, f"train_gpt.py: {words}")
+
+
 def test_replicas_share_the_validation_and_each_window_counts_once() -> None:
     tokens = np.arange(4 * 11 + 1)  # 11 windows, in 5 batches of 3, 2, 2, 2, 2
     seen: list[list[int]] = [[], []]
