@@ -1,0 +1,167 @@
+"""Local steps: ranks that train on their own and agree from time to time."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import minigrad as mg
+from distributed import DistributedDataParallel, LocalWorld, SoloCommunicator
+from distributed.data_parallel.local_steps import LocalSteps, Nesterov
+from minigrad.models import MLP
+from minigrad.optim import SGD, Optimizer
+
+
+def walk(comm, num_steps, **how):
+    """Step two weights of 1 by a gradient of 2 each time; return both after each step (torchft's example)."""
+    params = [mg.Parameter(np.ones(1), name) for name in ("a", "b")]
+    optimizer = Optimizer(params, SGD(1.0))
+    local = LocalSteps(params, comm, SGD(2.0), **how)
+    seen = []
+    for _ in range(num_steps):
+        for p in params:
+            p.grad = np.full(1, 2.0)
+        optimizer.step()
+        local.step()
+        seen.append([float(p.data[0]) for p in params])
+    return np.array(seen).T.tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "first"),
+    [
+        ({}, [-1, -3, -11, -13, -15, -17, -19, -21, -35]),
+        ({"alpha": 0.5}, [-1, -3, -8, -10, -12, -14, -16, -18, -24.5]),
+        ({"alpha": 1.0}, [-1, -3, -5, -7, -9, -11, -13, -15, -17]),
+        ({"delay": 1}, [-1, -3, -7, -9, -11, -13, -15, -17, -27]),
+    ],
+    ids=str,
+)
+def test_published_numbers(ranks, how, first):
+    for found, _ in ranks.run(functools.partial(walk, every=6, num_fragments=2, **how), 9):
+        assert found == first
+
+
+def test_the_second_fragment_has_its_turn_in_between():
+    _, second = walk(SoloCommunicator(), 7, every=6, num_fragments=2)
+    assert second == [-1, -3, -5, -7, -9, 1 - 2 * 12, 1 - 2 * 12 - 2]
+
+
+def batch_of(rank, step):
+    generator = np.random.default_rng((rank, step))
+    return generator.standard_normal((4, 5)), generator.standard_normal((4, 2))
+
+
+def weights_of(model):
+    return {p.name: p.data.copy() for p in model.parameters()}
+
+
+def train(comm, rule, *, every, num_steps, inner=None):
+    model = MLP([5, 6, 2], seed=comm.rank, dtype=np.float64)
+    optimizer = Optimizer(model.parameters(), inner or SGD(0.1))
+    local = LocalSteps(model.parameters(), comm, rule, every=every)
+    for step in range(num_steps):
+        x, y = batch_of(comm.rank, step)
+        optimizer.zero_grad()
+        mg.backward(mg.mse(model(x), y))
+        optimizer.step()
+        local.step()
+    return weights_of(model), local
+
+
+def train_ddp(comm, num_steps):
+    ddp = DistributedDataParallel(MLP([5, 6, 2], seed=0, dtype=np.float64), comm)
+    optimizer = ddp.optimizer(SGD(0.1))
+    for step in range(num_steps):
+        x, y = batch_of(comm.rank, step)
+        optimizer.zero_grad()
+        mg.backward_with_hooks(mg.mse(ddp.model(x), y), ddp.hooks(num_samples=4))
+        ddp.wait()
+        optimizer.step()
+    return weights_of(ddp.model)
+
+
+def test_an_agreement_in_every_step_by_sgd_of_1_is_data_parallelism(ranks):
+    found = ranks.run(lambda comm: train(comm, SGD(1.0), every=1, num_steps=5)[0])
+    wanted = ranks.run(train_ddp, 5)
+    for ours, theirs in zip(found, wanted, strict=True):
+        for name in ours:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
+
+
+def test_it_is_so_to_the_last_bit_where_no_sum_is_rounded(ranks):
+    """Weights and gradients are eighths, so that what is learned comes back whole from w - (w - g)."""
+
+    def program(comm, is_local):
+        w = mg.Parameter(np.arange(4.0), "w")
+        gradient = np.array([1.0, -2, 4, 8]) * comm.size * (comm.rank + 1)
+        optimizer = Optimizer([w], SGD(0.125))
+        local = LocalSteps([w], comm, SGD(1.0), every=1) if is_local else None
+        for _ in range(3):
+            w.grad = gradient if local else comm.allreduce(gradient.copy()).wait() / comm.size
+            optimizer.step()
+            if local:
+                local.step()
+        return w.data.tolist()
+
+    assert ranks.run(program, True) == ranks.run(program, False)
+
+
+def test_ranks_differ_in_between_and_agree_after(ranks):
+    def program(comm):
+        weights, local = train(comm, Nesterov(0.7, momentum=0.9), every=3, num_steps=5)
+        assert not local.in_step
+        with pytest.raises(RuntimeError, match="ranks have other weights after 5 steps"):
+            local.buffers()
+        before = comm.gather_objects(weights["fc0.weight"] if "fc0.weight" in weights else next(iter(weights.values())))
+        agreed, local = train(comm, Nesterov(0.7, momentum=0.9), every=3, num_steps=6)
+        assert local.in_step
+        assert local.num_agreements == [2]
+        assert local.sent_bytes == 2 * sum(array.nbytes for array in agreed.values())
+        return before, comm.gather_objects(agreed)
+
+    for before, after in ranks.run(program):
+        assert ranks.size == 1 or any((other != before[0]).any() for other in before[1:])
+        for other in after:
+            for name, values in after[0].items():
+                np.testing.assert_array_equal(other[name], values)
+
+
+def test_nesterov_is_pytorchs():
+    """v = momentum v + g; w -= lr (g + momentum v): torch.optim.SGD(nesterov=True), by hand."""
+    rule, w, v, state = Nesterov(0.5, momentum=0.75), 3.0, 0.0, None
+    data = np.array([3.0])
+    state = rule.init(data)
+    for step, g in enumerate([1.0, -2.0, 4.0]):
+        v = 0.75 * v + g
+        w -= 0.5 * (g + 0.75 * v)
+        rule.update(data, np.array([g]), state, lr=0.5, step=step, decay=False)
+        assert data[0] == pytest.approx(w, rel=1e-15)
+
+
+def test_what_was_agreed_on_goes_through_a_checkpoint():
+    def program(comm):
+        _, local = train(comm, Nesterov(0.7, momentum=0.9), every=2, num_steps=4)
+        saved = {buffer.name: buffer.data.copy() for buffer in local.buffers()}
+        _, fresh = train(comm, Nesterov(0.7, momentum=0.9), every=2, num_steps=0)
+        assert {buffer.name for buffer in fresh.buffers()} == saved.keys()
+        for buffer in fresh.buffers():
+            buffer.data[...] = saved[buffer.name]
+        return fresh.num_steps, fresh.num_agreements
+
+    assert LocalWorld(2).run(program) == [(4, [2])] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"every": 5, "num_fragments": 2}, "every must be a multiple of num_fragments, got 5 and 2"),
+        ({"every": 6, "num_fragments": 3}, "there are 2 parameters, too few for 3 fragments"),
+        ({"every": 6, "num_fragments": 2, "delay": 3}, "delay must be at least 0 and below the 3 steps"),
+        ({"every": 6, "alpha": 1.5}, "alpha must be from 0 to 1, got 1.5"),
+    ],
+)
+def test_wrong_settings_are_refused(how, message):
+    params = [mg.Parameter(np.ones(1), name) for name in ("a", "b")]
+    with pytest.raises(ValueError, match=message):
+        LocalSteps(params, SoloCommunicator(), SGD(1.0), **how)
