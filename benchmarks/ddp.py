@@ -51,6 +51,8 @@ SPEED_RATIO = {"nano-cpu": 1.25, "baby": 1.25}  # targets: over PyTorch's, on on
 MACHINE_RATIO = {"nano-cpu": 1.3, "baby": 1.2}  # over one process of PyTorch's with all threads
 TWO_HOSTS_SPEED_RATIO = 1.25
 HIDDEN_PERCENT = 80.0
+SHARDED_RATIO = 1.03  # of a step with shards over one without, on one host
+LOOPS = ("plain", "zero1", "zero2")
 MLP_SAMPLES_PER_SECOND = 35_000.0
 
 VARIANTS = {
@@ -206,6 +208,26 @@ def overlap(what: str, results: Sequence[Result], target: float | None = None) -
     yield Line(f"{what}: gain over reducing after the backward", gains, "x")
 
 
+def shards(size: str, results: Sequence[Result]) -> Iterator[Line]:
+    """Say what shards cost in time, and what is left of the bytes of parameters, gradients and AdamW's state."""
+    plain = seconds(results, "plain")
+    yield Line(f"{size}: a step without a norm", [1e3 * s for s in plain], "ms")
+    for level in (1, 2):
+        own = seconds(results, f"zero{level}")
+        ratios = [mine / theirs for mine, theirs in zip(own, plain, strict=True)]
+        yield Line(f"{size}: ZeRO-{level} / without shards", ratios, "x", limit=SHARDED_RATIO)
+        kept = [result["bytes"][f"zero{level}"] / result["bytes"]["plain"] for result in results]
+        yield Line(f"{size}: ZeRO-{level}, bytes / without shards", kept, "x")
+
+
+def early(size: str, results: Sequence[Result]) -> Iterator[Line]:
+    """Say how much of the messages is hidden where the step begins before all buckets are there."""
+    for variant in ("plain", "early"):
+        steps = zip(*(seconds(results, name) for name in (variant, "alone", "messages")), strict=True)
+        hidden = [100 * (1 - (own - alone) / messages) for own, alone, messages in steps]
+        yield Line(f"{size}: hidden, {variant} step without a norm", hidden, "%")
+
+
 def matching_batch(size: str, result: Result) -> int:
     """Return the batch whose backward takes about as long as the messages."""
     backward = columns(result["ready"])[-1]  # the last bucket is launched at its end
@@ -224,6 +246,7 @@ def one_host(host: Host, num_rounds: int) -> Iterator[str]:
             yield f"two ranks on one host; cores that a rank may use: {ours[0]['affinity']}, {theirs[0]['affinity']}"
         yield from map(str, compare(size, ours, theirs, SPEED_RATIO[size]))
         yield str(products(size, num_rounds))
+        yield from map(str, shards(size, [host.minigrad(size, BATCH[size], LOOPS) for _ in range(num_rounds)]))
         whole = [tokens(size) / s for s in seconds(alone, "torch")]
         yield str(Line(f"{size}: one PyTorch process, {os.cpu_count()} threads", whole, "tokens/s"))
         ratios = [tokens(size) / s / peer for s, peer in zip(seconds(ours, "inside"), whole, strict=True)]
@@ -246,6 +269,8 @@ def two_hosts(host: Host, num_rounds: int) -> Iterator[str]:
     yield from map(str, compare(size, ours, theirs, TWO_HOSTS_SPEED_RATIO))
     yield from map(str, overlap(size, ours, HIDDEN_PERCENT))
     yield from map(str, overlap(f"{size}, batch {batch}", [matched]))
+    variants = ("plain", "early", "alone", "messages")
+    yield from map(str, early(size, [host.minigrad(size, BATCH[size], variants) for _ in range(num_rounds)]))
 
 
 def header() -> Iterator[str]:

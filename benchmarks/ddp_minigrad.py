@@ -49,6 +49,7 @@ class GPTSteps:
         ready: of each step `alone`, when each bucket would be launched, in seconds from the start of the backward.
         transfers: of each step `apart`, the seconds of each bucket.
         cpu: of each step `asleep`, the CPU seconds.
+        bytes: of parameters, gradients and AdamW's state on this rank, between two steps, of each loop.
     """
 
     def __init__(self, comm: Communicator, size: str, batch: int) -> None:
@@ -60,6 +61,7 @@ class GPTSteps:
         self.ready: list[list[float]] = []
         self.transfers: list[list[float]] = []
         self.cpu: list[float] = []
+        self.bytes: dict[str, int] = {}
 
     def inside(self) -> Step:
         """Reduce inside the backward."""
@@ -108,6 +110,9 @@ class GPTSteps:
         model = GPT(self.config)
         ddp = DistributedDataParallel(model, self.comm, **options)
         optimizer = ddp.optimizer(AdamW(LEARNING_RATE))
+        held = sum(p.data.nbytes for p in model.parameters()) + ddp.buckets.grad_bytes
+        held += sum(state.array.nbytes for _, state in optimizer.state_slices())
+        self.bytes["early" if "step_early" in options else f"zero{options['zero']}" if options else "plain"] = held
 
         def step() -> None:
             optimizer.zero_grad()
@@ -204,7 +209,7 @@ def main() -> None:
     else:
         steps = GPTSteps(comm, args.size, args.batch)
         variants = {name: getattr(steps, name)() for name in args.variants}
-        notes = {"ready": steps.ready, "transfers": steps.transfers, "cpu": steps.cpu}
+        notes = {"ready": steps.ready, "transfers": steps.transfers, "cpu": steps.cpu, "bytes": steps.bytes}
     result = take_turns(variants, args.turns, barrier=comm.barrier, gather=comm.gather_objects, steps_a_turn=args.steps)
     if comm.rank == 0:
         print(json.dumps(result | notes))

@@ -124,6 +124,13 @@ class GradientBucketManager:
         return len(self.buckets)
 
     @property
+    def grad_bytes(self) -> int:
+        """Memory that this rank has for gradients between two steps."""
+        return sum(
+            bucket.range.flat.grad.itemsize * (bucket.range.stop - bucket.range.start) for bucket in self.buckets
+        )
+
+    @property
     def under_way(self) -> bool:
         """Whether a backward has begun and neither `wait` nor `cancel` has ended it."""
         return self._under_way

@@ -171,6 +171,10 @@ class ShardedBuckets(GradientBucketManager):
                 flat.cut_grad([bucket.range for bucket in self.buckets if bucket.range.flat is flat])
             self._kept_grads = [xp_of(s.data).zeros(s.stop - s.start, s.flat.grad.dtype) for s in self.shards]
 
+    @property
+    def grad_bytes(self) -> int:
+        return super().grad_bytes if self._keeps_whole else sum(grad.nbytes for grad in self._kept_grads)
+
     def check_reduced(self, what: str) -> None:
         """Raise RuntimeError if a gradient is held by somebody, or has what no other rank has seen."""
         check_usable(self.params, what, in_part=True)
