@@ -20,10 +20,10 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from distributed.checkpoint.files import (
 )
 from distributed.checkpoint.plan import Held, Stored, divide, show
 from distributed.comm.communicator import Array, Communicator
+from distributed.protocols import HasTensors
 from minigrad.backend import place, to_host, xp_of
 from minigrad.flat import TensorSlice
 from minigrad.nn import Buffer
@@ -52,14 +53,6 @@ from minigrad.parameter import Parameter
 T = TypeVar("T")
 
 _SHOWN_FAULTS = 5
-
-
-class HasTensors(Protocol):
-    """A model, or this rank's part of one: a Module, or the stages of a pipeline."""
-
-    def parameters(self) -> Iterable[Parameter]: ...
-
-    def buffers(self) -> Iterable[Buffer]: ...
 
 
 @dataclass(frozen=True)

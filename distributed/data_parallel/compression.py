@@ -16,13 +16,14 @@ Source: Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2; both sides: Tan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.protocols import HasTensors
 from minigrad.backend import xp_of
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
@@ -137,14 +138,6 @@ class _TwoPhases(Work):
         return self._grad
 
 
-class HasTensors(Protocol):
-    """A module, or the stages of a pipeline."""
-
-    def parameters(self) -> Sequence[Parameter]: ...
-
-    def buffers(self) -> Iterable[Buffer]: ...
-
-
 class HasBuffers(Protocol):
     """A comm hook that keeps something, in buffers whose names no other rank has."""
 
@@ -157,7 +150,7 @@ class WithState:
     def __init__(self, model: HasTensors, hook: HasBuffers) -> None:
         self._model, self._hook = model, hook
 
-    def parameters(self) -> Sequence[Parameter]:
+    def parameters(self) -> Iterable[Parameter]:
         return self._model.parameters()
 
     def buffers(self) -> list[Buffer]:

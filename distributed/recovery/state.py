@@ -7,31 +7,16 @@ has the state can do the step again, in any layout, and nobody can tell from the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from distributed.comm.communicator import Array, Communicator, Work
+from distributed.protocols import HasState, HasTensors
 from minigrad.backend import xp_of
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter
-
-
-class HasTensors(Protocol):
-    """A model, or this rank's part of one: a Module, or the stages of a pipeline."""
-
-    def parameters(self) -> Iterable[Parameter]: ...
-
-    def buffers(self) -> Iterable[Buffer]: ...
-
-
-class HasState(Protocol):
-    """Data with a position in it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Training(Protocol):

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from distributed import Communicator, ReduceOp, describe, launched_by_mpi
-from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError, HasTensors
+from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from distributed.protocols import HasState, HasTensors
 from distributed.run.command_line import CHECKPOINTS, METRICS, Saved, fail, to_save
 from distributed.run.flags import flag_of
 from distributed.run.folder import RunFolder
@@ -34,14 +35,6 @@ class HasRecorder(Protocol):
 
     @property
     def recorder(self) -> Recorder: ...
-
-
-class HasState(Protocol):
-    """Data with a position in it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Run:

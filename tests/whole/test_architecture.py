@@ -67,7 +67,7 @@ RULES = {
         {"numpy", "mpi4py", "minigrad.backend", "minigrad.kernels"}, "distributed.comm.mpi -> minigrad.tensor"
     ),
     "distributed": Rule(
-        {"numpy", "minigrad", "distributed.comm", "distributed.data"},
+        {"numpy", "minigrad", "minigrad.nn", "distributed.comm", "distributed.data"},
         "distributed.stop -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel": Rule(

@@ -1,0 +1,25 @@
+"""What checkpoints, recovery and runs ask of the objects of a training loop: a model's tensors, a position in data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from minigrad.nn import Buffer
+from minigrad.parameter import Parameter
+
+
+class HasTensors(Protocol):
+    """A model, or this rank's part of one: a Module, or the stages of a pipeline."""
+
+    def parameters(self) -> Iterable[Parameter]: ...
+
+    def buffers(self) -> Iterable[Buffer]: ...
+
+
+class HasState(Protocol):
+    """Data with a position in it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
