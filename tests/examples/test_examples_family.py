@@ -172,9 +172,9 @@ def test_the_comm_hook_sends_a_fiftieth(digits_runs: Runs) -> None:
     assert 45 < int(plain.replace(",", "")) / int(sent.replace(",", "")) < 55
 
 
-@pytest.mark.parametrize(("script_module", "num_microbatches"), [(gpt_pipeline, 3), (gpt_hybrid, 1)])
+@pytest.mark.parametrize("script_module", [gpt_pipeline, gpt_hybrid])
 def test_schedule_and_microbatches_reach_the_executor(
-    script_module: ModuleType, num_microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def executor(stages: Any, comm: Any, schedule: Schedule, **more: Any) -> None:
         raise RuntimeError(schedule.name, more["num_microbatches"])
@@ -182,7 +182,7 @@ def test_schedule_and_microbatches_reach_the_executor(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py", *SMALL_TEXT, "--schedule", "gpipe", "--microbatches", "3"])
     monkeypatch.setattr(script_module, "PipelineExecutor", executor)
-    with pytest.raises(RuntimeError, match=rf"^\('gpipe', {num_microbatches}\)$"):
+    with pytest.raises(RuntimeError, match=r"^\('gpipe', 3\)$"):
         script_module.main()
 
 
@@ -413,5 +413,7 @@ def test_broken_rules_are_named_with_their_values(settings: flags.RunSettings, w
         check(settings, world_size)
 
 
-def test_a_replica_without_a_pipeline_is_not_cut() -> None:
-    check(flags.HybridSettings(dp=2, batch=2, microbatches=4), 2)
+def test_a_replica_without_a_pipeline_is_cut_only_where_asked() -> None:
+    check(flags.HybridSettings(dp=2, batch=2), 2)
+    with pytest.raises(ValueError, match="--batch must hold a sample for each of 4 micro-batches, got 2"):
+        check(flags.HybridSettings(dp=2, batch=2, microbatches=4), 2)
