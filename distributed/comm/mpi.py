@@ -51,12 +51,15 @@ def mpi_world(settings: Settings) -> MPICommunicator:
     """Return the communicator of all ranks, and make an uncaught exception on any of them end the job. Collective."""
     if settings.survive:
         check_ulfm(MPI)
-        return _world_of(join(MPI) or MPIFamily(MPI, MPI.COMM_WORLD.Dup()), settings)
+        newcomers = join(MPI)
+        if newcomers is not None:
+            return _world_of(newcomers, settings, Heal.REPLACE)  # as the others do, or it would not have been started
+        return _world_of(MPIFamily(MPI, MPI.COMM_WORLD.Dup()), settings, Heal.SHRINK)
     _job_end(MPI.COMM_WORLD).on_uncaught_exception()
     return MPICommunicator(MPI.COMM_WORLD, _agreed(settings, MPI.COMM_WORLD))
 
 
-def _world_of(family: MPIFamily, settings: Settings) -> MPICommunicator:
+def _world_of(family: MPIFamily, settings: Settings, how: Heal) -> MPICommunicator:
     """Return a family's world, whoever dies while it is made: then that of the family after it. Collective."""
     while True:
         _job_end(family.world).on_uncaught_exception()
@@ -68,7 +71,7 @@ def _world_of(family: MPIFamily, settings: Settings) -> MPICommunicator:
             whole = False
         if family.vote(whole):
             return world
-        family = family.heal(Heal.SHRINK)
+        family = family.heal(how)
 
 
 def finalize_at_exit() -> None:
@@ -191,7 +194,7 @@ class MPICommunicator(Communicator):
     def heal(self, how: Heal) -> Communicator:
         if self._family is None:
             return super().heal(how)
-        return _world_of(self._family.heal(how), self._settings)
+        return _world_of(self._family.heal(how), self._settings, how)
 
     def _guarded(self) -> AbstractContextManager[None]:
         """Let errors of calls that no operation makes be those of the family."""

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,12 @@ from distributed.comm.failure import Heal, RankFailure
 OUTCOME = "MINIGRAD_OUTCOME"
 """The environment variable that names a file: there once a world that has healed came to its end, on all ranks."""
 
+STUCK_SECONDS = 20.0  # to start new ranks and meet them takes 1 to 2, on a busy machine a few more
+_TURN_SECONDS = 5.0  # for an error to reach all ranks, and far more than that
+_NEWCOMER = "MINIGRAD_NEWCOMER"
+# An error in MPI_Init, whose other side is dead, must not end the whole job.
+_NEWCOMERS_ENVIRONMENT = (f"{_NEWCOMER}=1", "OMPI_MCA_mpi_initial_errhandler=mpi_errors_return")
+_WELCOME = 1  # the tag of what the old ranks send to a new one when they have agreed on it
 _SWITCH = "OMPI_MCA_mpi_ft_enable"  # what --with-ft ulfm sets for every rank
 
 
@@ -113,24 +119,31 @@ class MPIFamily:
 
     def _with_newcomers(self, survivors: Any, dead: Sequence[int]) -> Any:
         """Start a process for each dead rank, and return the world with them; None if that fails on any rank."""
-        made: list[Any] = []
+        made: list[Any] = []  # what the newcomers are in, too
         try:
-            command = sys.orig_argv[1:]
-            info = self._mpi.Info.Create({"wdir": os.getcwd()})
-            made.append(survivors.Spawn(sys.executable, command, maxprocs=len(dead), info=info))
-            made.append(made[-1].Merge(high=False))
-            made[-1].bcast(list(dead), 0)
-            made.append(made[-1].Split(0, self.world.Get_rank()))
+            with dead_if_stuck(survivors.Get_rank()):
+                info = self._mpi.Info.Create({"wdir": os.getcwd(), "mpi_initial_errhandler": "mpi_errors_return"})
+                command = [*_NEWCOMERS_ENVIRONMENT, sys.executable, *sys.orig_argv[1:]]
+                made.append(survivors.Spawn("/usr/bin/env", command, maxprocs=len(dead), info=info))
+                made.append(made[-1].Merge(high=False))
+                made[-1].bcast(list(dead), 0)
+                made.append(made[-1].Split(0, self.world.Get_rank()))
             done = True
         except self._mpi.Exception:
             done = False
+            survivors.Revoke()  # whoever waits inside for this rank stops waiting
         try:
             done = bool(survivors.Agree(int(done)))
         except self._mpi.Exception:
             done = False
         if done:
-            leave_at_exit(made[-1])
-            return made[-1]
+            world = made[-1]
+            if survivors.Get_rank() == 0:
+                with suppress(self._mpi.Exception):  # one that is dead already is seen by the next call
+                    for rank in dead:
+                        world.send(None, rank, _WELCOME)
+            leave_at_exit(world)
+            return world
         for comm in made[1:]:
             comm.Revoke()  # whoever was started sees that it is not wanted, and ends
         return None
@@ -154,13 +167,49 @@ def join(mpi: Any) -> MPIFamily | None:
     if parents == mpi.COMM_NULL:
         return None
     try:
-        merged = parents.Merge(high=True)
-        dead = merged.bcast(None, 0)
-        world = merged.Split(0, dead[mpi.COMM_WORLD.Get_rank()])
+        with dead_if_stuck():
+            merged = parents.Merge(high=True)
+            dead = merged.bcast(None, 0)
+            world = merged.Split(0, dead[mpi.COMM_WORLD.Get_rank()])
+            world.recv(None, min(set(range(world.Get_size())) - set(dead)), _WELCOME)
     except mpi.Exception:  # the others could not agree on this one
         _end_without_farewell()
     leave_at_exit(world)
     return MPIFamily(mpi, world, is_newcomer=True)
+
+
+@contextmanager
+def dead_if_stuck(turn: int = 0) -> Iterator[None]:
+    """Kill this process where what is inside takes far too long.
+
+    Open MPI's calls that start processes and meet them may not return when one that takes part dies meanwhile. Dead,
+    the process inside is one more rank to be replaced, and those that wait for it get an error. It is SIGALRM that
+    kills, which the kernel sends: mpi4py starts MPI with Python's lock in its hand, so no thread could. For the main
+    thread only.
+
+    Args:
+        turn: ranks that are stuck together die in this order, so that the first may free the others.
+    """
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    before = signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS + turn * _TURN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)  # None: not Python's
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Let MPI start inside; a newcomer that it fails or hangs in, as those who started it are dead, ends quietly."""
+    if os.environ.pop(_NEWCOMER, None) is None:  # not for processes that this one starts
+        yield
+        return
+    try:
+        with dead_if_stuck():
+            yield
+    except Exception:
+        _end_without_farewell()
 
 
 def leave_at_exit(world: Any) -> None:

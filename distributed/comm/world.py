@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from distributed.comm.communicator import Communicator
+from distributed.comm.mpi_family import starting
 from distributed.comm.settings import Settings
 from distributed.comm.solo import SoloCommunicator
 from distributed.comm.topology import describe_places, this_place
@@ -63,7 +64,8 @@ def world(
     if not launched_by_mpi():
         return SoloCommunicator()
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # this part of Open MPI complains where it finds no network card
-    from distributed.comm.mpi import mpi_world
+    with starting():
+        from distributed.comm.mpi import mpi_world
 
     settings = Settings(
         synchronous_sends=synchronous_sends,

@@ -21,9 +21,9 @@ from typing import IO
 from distributed.comm.mpi_family import OUTCOME
 
 PROGRAM = "python -m distributed.recovery"
-_KILLED = 137  # what a shell and mpirun make of SIGKILL
+_KILLED = (137, 142, 14)  # what mpirun makes of SIGKILL, and of SIGALRM, which ends a rank that is stuck
 # What Open MPI says about the dead: whole lines, and words that it ends with no newline, so that anything may follow.
-_NOISE = re.compile(rb"NBC_Progress: .*|-{60,}|prterun noticed .*|signal 9 \(Killed\)\.|\s*")
+_NOISE = re.compile(rb"NBC_Progress: .*|-{60,}|prterun noticed .*|signal (9 \(Killed\)|14 \(Alarm clock\))\.|\s*")
 _UNENDED_NOISE = b"LAUNCHER JOB OBJECT NOT FOUND"
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except KeyboardInterrupt:
                 pass  # mpirun has it too, and passes it on
         filtering.join()
-        return 0 if code == _KILLED and outcome.exists() else code
+        return 0 if code in _KILLED and outcome.exists() else code
 
 
 def _environment() -> dict[str, str]:

@@ -99,6 +99,7 @@ def test_without_the_switch_one_line_says_what_is_missing(tmp_path):
         (b"prterun noticed that process rank 1 exited on\n", b""),
         (b"\0NBC_Progress: an error\n", b""),
         (b"-" * 78 + b"\n", b""),
+        (b"signal 14 (Alarm clock).\n", b""),
         # Its writer ends it with no newline: twice, and before the words of a rank.
         (b"LAUNCHER JOB OBJECT NOT FOUNDLAUNCHER JOB OBJECT NOT FOUND", b""),
         (b"LAUNCHER JOB OBJECT NOT FOUND[rank 1] KeyError: 7\n", b"[rank 1] KeyError: 7\n"),

@@ -56,6 +56,7 @@ def train(
     num_steps: int = 4,
     dies: Mapping[int, tuple[int, str]] | None = None,
     die: Callable[[], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
     **how: Any,
 ) -> Any:
     """Train, and return the parameters of this rank by name, the losses by step, and the recoveries.
@@ -63,6 +64,7 @@ def train(
     Args:
         dies: rank of the first world -> the step and the phase in which it dies.
         die: ends this rank; by default as a rank of a LocalWorld dies.
+        on_step: called after each step.
     """
     moment = None if comm.is_newcomer else (dies or {}).get(comm.rank)
 
@@ -90,6 +92,8 @@ def train(
             reach(step, "committed")
         if attempt.committed:
             losses.setdefault(step, []).append(loss)
+            if on_step is not None:
+                on_step(step)
             parameters = {p.name: p.data.copy() for p in attempt.training.model.parameters()}
     return parameters, losses, recoveries
 
