@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -38,10 +39,30 @@ def run(folder, num_ranks, dies, pp=1, **how):
     script.write_text(PROGRAM)
     given = json.dumps([dies, pp, how])
     command = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), str(script), given]
-    result = subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=120)
+    result = ended(command, folder) or ended(command, folder)
+    assert result is not None, "it hung twice"
     assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
     return {tuple(line[1:3]) for line in lines}, {source for line in lines for source in line[3]}, lines
+
+
+def ended(command, folder):
+    """Run a job to its end; None where it hangs: one in hundreds does on a busy machine, as docs/recovery.md says."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        try:
+            stdout, stderr = job.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)  # the launcher; its ranks end when they lose it
+            return None
+    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
 
 
 def undisturbed(num_ranks, pp=1):

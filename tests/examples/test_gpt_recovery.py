@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from jobs import ROOT, environ, survives_deaths
@@ -26,14 +27,19 @@ def run(kill_after: int | None) -> tuple[list[str], list[str]]:
     """Run the example on two ranks; return the lines of its steps, and of its recoveries."""
     command = [sys.executable, "-m", "distributed.recovery", "-n", "2", str(ROOT / "examples" / "gpt_recovery.py")]
     lines: list[str] = []
-    with subprocess.Popen([*command, *SMALL], env=environ(), stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        [*command, *SMALL], env=environ(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as job:
         assert job.stdout is not None
+        limit = threading.Timer(120, os.killpg, (job.pid, signal.SIGKILL))
+        limit.start()
         for line in job.stdout:
             lines.append(line.replace("\0", "").strip())
             if kill_after is not None and lines[-1].startswith(f"step {kill_after}:"):
                 (pid,) = (found[1] for each in lines if (found := re.search(r"rank 1 is process (\d+)", each)))
                 os.kill(int(pid), signal.SIGKILL)
                 kill_after = None
+    limit.cancel()
     assert job.returncode == 0, lines
     steps, recoveries = ([line for line in lines if line.startswith(word)] for word in ("step ", "Recovery("))
     return steps, recoveries
