@@ -62,6 +62,8 @@ def ended(command, folder):
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)  # the launcher; its ranks end when they lose it
             return None
+    if job.returncode in (-signal.SIGALRM, signal.SIGALRM, 128 + signal.SIGALRM):
+        return None  # a rank was stuck, and ended
     return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
 
 
