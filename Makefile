@@ -41,6 +41,10 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 # A shared-memory window makes this component complain on a machine without its network cards.
 export OMPI_MCA_osc ?= ^ucx
 
+# Number of ranks, flags: each kind of world once. Sums in rank order, sends that wait for their receives, ranks that do
+# not compare their calls.
+WORLDS ?= 2 3,--deterministic,--synchronous-sends 4,--unchecked-collectives
+
 .PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-generation bench-ddp bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
@@ -67,19 +71,19 @@ train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARG
 recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of the processes that it names; needs MPI=openmpi
 	$(PY) -m distributed.recovery -n $(RANKS) examples/gpt_recovery.py $(if $(findstring --dp,$(ARGS)),,$(ARGS))
 
-test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun
+test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun, on 2 ranks
 	$(PY) -m pytest $(PARALLEL)
-	@$(MAKE) --no-print-directory test-mpi
+	@$(MAKE) --no-print-directory test-mpi WORLDS='$(firstword $(WORLDS))'
 
 test-long: $(STAMP)  ## run the tests marked long, of whole scripts and many layouts, which `make test` leaves out
 	$(PY) -m pytest $(PARALLEL) -m long
+	@$(MAKE) --no-print-directory test-mpi WORLDS='$(wordlist 2,9,$(WORLDS))'
 
 test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py
 	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours.
-	@# Each kind of world once: sums in rank order, sends that wait for their receives, ranks that do not compare calls.
 	@test -t 1 && color=yes || color=no; \
-	for run in "2" "3 --deterministic --synchronous-sends" "4 --unchecked-collectives"; do \
-	    set -- $$run $(FLAGS); ranks=$$1; shift; \
+	for run in $(WORLDS); do \
+	    set -- $$(echo $$run | tr , ' ') $(FLAGS); ranks=$$1; shift; \
 	    echo "tests marked mpi, on $$ranks ranks $$*"; \
 	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not long and not soak" $$* tests || exit 1; \
 	done

@@ -23,6 +23,7 @@ def measured(width=512, samples=256, **options):
     return stage_bytes(layers, x, loss_fn=lambda output: mg.cross_entropy(output, y), **options)
 
 
+@pytest.mark.long
 def test_weights_gradients_and_state_are_counted():
     one, two, three = measured(num_stages=3, rule=optim.AdamW(lr=1e-3))
     weights = 4 * (512 * 512 + 512)
@@ -59,6 +60,7 @@ def test_wrong_sizes_are_refused():
         stage.static(num_shards=2, sharded=["weight"])
 
 
+@pytest.mark.long
 def test_the_command_measures_a_model(capsys):
     assert main(["memory", "mlp", "1f1b", "zbv", "--pp", "2", "--microbatches", "4"]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -30,6 +30,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"(?:<!-- (?:ranks: (\d+)|file: (\S+)) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 16 --text squares.txt"
 LIMIT_SECONDS = 60
+LONG = re.compile(r"mpirun|train_gpt|gpt_single")  # blocks that start processes, or train for a while
 
 
 class Block(NamedTuple):
@@ -59,7 +60,7 @@ def of(*languages: str) -> list[Any]:
         pytest.param(
             block,
             id=f"{block.page.stem}-{block.number}",
-            marks=[pytest.mark.long] if block.language == "slurm" or "mpirun" in block.code else [],
+            marks=[pytest.mark.long] if block.language == "slurm" or LONG.search(block.code) else [],
         )
         for block in every
     ]
