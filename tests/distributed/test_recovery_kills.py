@@ -2,7 +2,8 @@
 
 Whatever they hit, each run ends and leaves no process behind, and one that ends as a success has the bits of the
 undisturbed one. State that is nowhere any more is made again from the beginning, so that even then the bits are the
-same. Where kills hit the making of a new world, Open MPI itself may crash: such a run is an expected failure here.
+same. Where kills hit the making of a new world a job may be lost, in a crash inside Open MPI or for a cause not known
+yet: it is an expected failure here, which would hide one of ours.
 """
 
 import json

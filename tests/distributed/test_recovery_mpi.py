@@ -47,7 +47,7 @@ def run(folder, num_ranks, dies, pp=1, **how):
 
 
 def ended(command, folder):
-    """Run a job to its end; None where it hangs: one in hundreds does on a busy machine, as docs/recovery.md says."""
+    """Run a job to its end; None where it hangs: one did on a busy machine, as docs/recovery.md says."""
     with subprocess.Popen(
         command,
         cwd=folder,
