@@ -2,21 +2,28 @@
 
 A rank that clips by the norm of its own parameters scales them by another factor than its neighbours do, and nothing
 shows it but a model that learns worse. So `minigrad.optim.clip_by_global_norm` refuses parameters of a part.
+
+Where gradients are exact sums (`data_parallel/exact.py`) their norm is one too: the same bits in every layout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from distributed.comm.communicator import Communicator
-from minigrad.optim import check_max_norm, grad_norm, scale_to_norm
+from distributed.comm.solo import SoloCommunicator
+from minigrad.optim import check_max_norm, grad_norm, grad_square_sum, scale_to_norm
 from minigrad.parameter import Parameter
 
+NUM_TERMS = 3  # of an exact sum: it is right to 159 bits below its first one
 
+
+@runtime_checkable
 class ModelPart(Protocol):
     """This rank's part of a model, such as the stages of a pipeline.
 
@@ -36,28 +43,87 @@ class ModelPart(Protocol):
         ...
 
 
-def global_norm(part: ModelPart) -> float:
+@dataclass(frozen=True)
+class WholeModel:
+    """The part of a model that one rank holds alone: all of it."""
+
+    params: Sequence[Parameter]
+    comm: Communicator = field(default_factory=SoloCommunicator)
+
+    def parameters(self) -> Sequence[Parameter]:
+        return self.params
+
+    def counted_parameters(self) -> Sequence[Parameter]:
+        return self.params
+
+
+class PartNorm(NamedTuple):
+    """The norm of some gradients, in such a form that the norms of several ranks can be joined.
+
+    Attributes:
+        plain: the norm; 0 where `squares` has it.
+        squares: the exact sum of squares, as `NUM_TERMS` numbers that add up to it.
+    """
+
+    plain: float
+    squares: tuple[float, ...] = (0.0,) * NUM_TERMS
+
+    @staticmethod
+    def of(params: Sequence[Parameter]) -> PartNorm:
+        """Measure gradients that are whole.
+
+        Raises:
+            RuntimeError: somebody holds one of them.
+        """
+        if any(p.flat is not None and p.flat.is_widened for p in params):  # they are exact sums
+            return PartNorm(0.0, _expansion([grad_square_sum([p]) for p in params]))
+        return PartNorm(grad_norm(params))
+
+    def joint(self, comm: Communicator) -> float:
+        """Return the norm of what all ranks have together. Collective."""
+        of_ranks = comm.allgather(np.array([self.plain, *self.squares])).wait()
+        exact = math.sqrt(math.fsum(of_ranks[:, 1:].reshape(-1).tolist()))
+        return math.hypot(*of_ranks[:, 0].tolist(), exact)  # in rank order, and no square overflows
+
+
+class Gradients(Protocol):
+    """Where the gradients of a part are: whole with their parameters, or wherever buckets have them."""
+
+    def part_norm(self, params: Sequence[Parameter]) -> PartNorm: ...
+
+    def scale_to_norm(self, params: Iterable[Parameter], norm: float, max_norm: float) -> None: ...
+
+
+class _WithParameters:
+    """Gradients that are whole with their parameters."""
+
+    part_norm = staticmethod(PartNorm.of)
+    scale_to_norm = staticmethod(scale_to_norm)
+
+
+WITH_PARAMETERS: Gradients = _WithParameters()
+
+
+def global_norm(part: ModelPart, gradients: Gradients = WITH_PARAMETERS) -> float:
     """Return the gradient norm of the whole model, the same number on every rank that holds a part of it. Collective.
 
+    Args:
+        gradients: of the part, where its parameters do not have them whole.
     Raises:
         RuntimeError: a gradient is still being reduced.
     """
-    return joint_norm(grad_norm(part.counted_parameters()), part.comm)
+    return gradients.part_norm(part.counted_parameters()).joint(part.comm)
 
 
-def joint_norm(norm: float, comm: Communicator) -> float:
-    """Return the norm of what all ranks have together, each a part of norm `norm`. Collective."""
-    norms = comm.allgather(np.array(norm)).wait()
-    return math.hypot(*norms.tolist())  # in rank order, and no square overflows
-
-
-def clip_by_global_norm(part: ModelPart, max_norm: float) -> float:
+def clip_by_global_norm(part: ModelPart, max_norm: float, gradients: Gradients = WITH_PARAMETERS) -> float:
     """Scale all gradients by max_norm / norm where the norm of the whole model is larger. Collective.
 
     After `ddp.wait()`: then replicas, which have equal gradients, clip alike.
 
         norm = clip_by_global_norm(stages, 1.0)
 
+    Args:
+        gradients: of the part, where its parameters do not have them whole; `ddp.clip_by_global_norm` gives its own.
     Returns:
         The norm before clipping, the same on every rank. Gradients stay as they are where it is infinite or nan.
     Raises:
@@ -66,6 +132,19 @@ def clip_by_global_norm(part: ModelPart, max_norm: float) -> float:
     Source: Pascanu et al. 2013.
     """
     check_max_norm(max_norm)
-    norm = global_norm(part)
-    scale_to_norm(part.parameters(), norm, max_norm)
+    norm = global_norm(part, gradients)
+    gradients.scale_to_norm(part.parameters(), norm, max_norm)
     return norm
+
+
+def _expansion(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the sum of non-negative numbers as `NUM_TERMS` numbers: it rounded, what is left of it, and of that.
+
+    Source: Shewchuk 1997, Adaptive precision floating-point arithmetic, section 2.
+    """
+    terms: list[float] = []
+    for _ in range(NUM_TERMS):
+        terms.append(math.fsum([*values, *(-term for term in terms)]))
+        if not math.isfinite(terms[0]):
+            return (terms[0],) * NUM_TERMS
+    return tuple(terms)

@@ -193,7 +193,7 @@ class _SpreadRun:
                 wrong and f"step {number}: {self._describe(wrong, differences[wrong], step, number, x, y, rows)}"
             )
             largest = max(largest, *differences.values())  # the loss and the norm are always there
-            ddp.buckets.scale_to_norm(norm, case.max_norm)
+            ddp.buckets.scale_to_norm(self.params, norm, case.max_norm)
             optimizer.step()
         num_parameters = len(expected[0].grads)
         sizes = (mesh.dp.size, mesh.pp.size)

@@ -6,60 +6,28 @@ ranks match collectives by call order, and another rank may finish its gradients
 The mean over ranks is weighted here and nowhere else: each rank multiplies by its share of the samples
 just before the launch, so that the sum over ranks is the mean.
 
-What may be done with a gradient is said by the hold on its parameter, and each step goes once around:
-
-    UNREDUCED --start--> REDUCING --wait--> REDUCED --zero_grad--> UNREDUCED        on several ranks
-                             |---- cancel, after an exception ---->|
-
-A step with gradients that no wait() has averaged is so an error, and replicas do not drift apart in silence.
-
-How a bucket travels is a parameter, the comm hook. What a rank has of it afterwards, all or a shard, is said by what
-a subclass may override: `_launch` and `_land` one bucket, and the hold that `_final_hold` gives a gradient.
+How a bucket travels is a parameter, the comm hook. What a rank has of it afterwards, all or a shard, and when, is said
+by what a subclass may override: `_launch` and `_land` one bucket, the hold that `_final_hold` gives a gradient, and the
+optimizer that steps with it. `reduction.py` chooses among them.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from distributed.clipping import joint_norm
-from distributed.comm.communicator import Communicator, ReduceOp, Work
+from distributed.clipping import PartNorm
+from distributed.comm.communicator import Communicator, Work
+from distributed.data_parallel.bucket import BROKEN, REDUCING, UNREDUCED, Bucket
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES, bucket_limit, plan_buckets
+from distributed.data_parallel.verdict import Verdict
+from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
-from minigrad.flat import FlatRange
-from minigrad.optim import grad_norm, scale_to_norm
+from minigrad.optim import Optimizer, Rule, is_matrix, scale_to_norm
 from minigrad.parameter import Hold, Parameter, check_resettable
-
-UNREDUCED = Hold(
-    "its grad is this rank's own, and replicas would drift apart; run the backward with the hooks, then wait()",
-    open=True,
-)
-REDUCING = Hold("its grad is being reduced over ranks; call wait() first")
-BROKEN = Hold("its backward ended with an exception while other ranks wait for this one; call cancel() first")
-
-
-@dataclass
-class Bucket:
-    """A contiguous range of gradients that travels as one message.
-
-    Attributes:
-        number: its place in the order of launches.
-        range: the slice of a flat.
-        pending: parameters whose gradient is not final yet.
-        work: the reduction, once launched.
-        is_landed: it is over, and this rank has its part of the result.
-    """
-
-    number: int
-    range: FlatRange
-    pending: set[Parameter] = field(default_factory=set)
-    work: Work | None = None
-    is_landed: bool = False
 
 
 class GradientBucketManager:
@@ -78,6 +46,7 @@ class GradientBucketManager:
             One gradient may be larger.
         last: parameters among `params` that are final only after the backward; each gets a bucket, at the end.
         comm_hook: how a bucket travels; the same on every rank.
+        recorder: notes when a bucket is under way.
 
     Attributes:
         unused: names of parameters that require grad and that no rank's backward reached, as of the last `wait`.
@@ -94,6 +63,7 @@ class GradientBucketManager:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         last: Sequence[Parameter] = (),
         comm_hook: CommHook = allreduce,
+        recorder: Recorder | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
@@ -103,11 +73,9 @@ class GradientBucketManager:
         self.buckets = [Bucket(i, part) for i, part in enumerate(plan_buckets(self.params, limit, last))]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
         self._by_name = {p.name: p for p in self.params}
-        self._comm_hook = comm_hook
-        self.unused: list[str] = []
-        # Which parameters this rank reached, and whether it gave the backward up; the largest over ranks counts.
-        self._flags = np.zeros(len(self.params) + 1, np.uint8)
-        self._flags_work: Work | None = None
+        self.recorder = Recorder() if recorder is None else recorder
+        self._comm_hook = self.recorder.comm_hook(comm_hook)
+        self._verdict = Verdict(self.params, comm)
         self._under_way = False
         self._num_launched = 0
         self._share = 1.0
@@ -134,6 +102,10 @@ class GradientBucketManager:
     def under_way(self) -> bool:
         """Whether a backward has begun and neither `wait` nor `cancel` has ended it."""
         return self._under_way
+
+    @property
+    def unused(self) -> list[str]:
+        return self._verdict.unused
 
     @property
     def num_launched(self) -> int:
@@ -180,7 +152,7 @@ class GradientBucketManager:
                 p.refuse_grad("backward into")
         self._begin(share)
         used = set(reached)
-        self._flags[:-1] = [p in used or self._was_reached(p) for p in self.params]
+        self._verdict.reset([p in used or self._was_reached(p) for p in self.params])
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         self._launch_complete()
@@ -190,8 +162,7 @@ class GradientBucketManager:
             bucket.pending = set(bucket.range.params)
             bucket.work, bucket.is_landed = None, False
         self._share = 1 / self.comm.size if share is None else share
-        self._flags[:-1], self._flags[-1] = 1, 0
-        self._flags_work = None
+        self._verdict.reset([True] * len(self.params))
         self._num_launched = 0
         self._under_way = True
 
@@ -224,15 +195,15 @@ class GradientBucketManager:
         if self._num_launched < self.num_buckets:
             rule = "wait() before every gradient was ready; after an exception in the backward call cancel() instead"
             raise RuntimeError(self._message(rule))
-        flags = self._wait_for_step()
-        if flags[-1]:
+        self._wait_for_step()
+        if self._verdict.is_given_up:
             self._drop()
             rule = "the backward of another rank ended with an exception: this step's gradients are dropped"
             raise RuntimeError(self._message(f"{rule} on all ranks, which can go on with the next one"))
         for p in self.params:
             p.hold = self._final_hold(p)
         self._under_way = False
-        self._report_unused(flags[:-1])
+        self._verdict.report_unused()
 
     def fail(self) -> None:
         """Note that an exception has ended the backward: a hook, `on_error`.
@@ -257,39 +228,37 @@ class GradientBucketManager:
             RuntimeError: on several ranks, `wait` has begun: the others may take this step.
         """
         if self._under_way and self.comm.size > 1:
-            if self._flags_work is not None and not self._flags[-1]:
+            if self._verdict.is_sent and not self._verdict.is_given_up:
                 raise RuntimeError(
                     self._message("cancel() inside wait(): other ranks may take this step; wait() again")
                 )
             for bucket in self.buckets:
                 bucket.pending.clear()
             self._launch_complete()
-            self._flags[-1] = 1
+            self._verdict.give_up()
             self._wait_for_all()
         if self._under_way or any(p.hold is BROKEN for p in self.params):
             self._drop()
 
-    def norm(self, params: Sequence[Parameter], parts: Communicator | None = None) -> float:
-        """Return the norm of some gradients. Collective where ranks hold shards of them, and over `parts`.
+    def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
+        """Measure some gradients, after `wait`. Collective where ranks hold shards of them.
 
-        Args:
-            parts: ranks that hold other parameters of the model, if there are any: the norm is that of all.
         Raises:
             RuntimeError: somebody holds one of them.
         """
-        norm = self._own_norm(params)
-        return norm if parts is None else joint_norm(norm, parts)
-
-    def _own_norm(self, params: Sequence[Parameter]) -> float:
-        return grad_norm(params)
+        return PartNorm.of(params)
 
     def whole_grads(self) -> dict[str, Any]:
         """Return copies of all gradients after `wait`, by name. Collective where ranks hold shards of them."""
         return {p.name: p.grad_view().copy() for p in self.params}
 
-    def scale_to_norm(self, norm: float, max_norm: float) -> None:
-        """Scale all gradients as `minigrad.optim.scale_to_norm` does."""
-        scale_to_norm(self.params, norm, max_norm)
+    def scale_to_norm(self, params: Iterable[Parameter], norm: float, max_norm: float) -> None:
+        """Scale some gradients as `minigrad.optim.scale_to_norm` does."""
+        scale_to_norm(params, norm, max_norm)
+
+    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
+        """Return what steps with these gradients; see `Optimizer`."""
+        return Optimizer(self.params, rule, decays=decays)
 
     def check_idle(self) -> None:
         """Raise RuntimeError if a backward is under way."""
@@ -297,28 +266,19 @@ class GradientBucketManager:
             rule = "a new backward before the last one was reduced to the end; call wait()"
             raise RuntimeError(self._message(f"{rule}, or after an exception cancel()"))
 
-    def _wait_for_all(self) -> Any:
-        """Block until every bucket is there; return the flags of all ranks."""
-        self._launch_flags()
+    def _wait_for_all(self) -> None:
+        """Block until every bucket is there, and the ranks' verdict on this step."""
+        self._verdict.send()
         for bucket in self.buckets:
             with self.comm.waiting_for(
                 f"bucket {bucket.number} of {self.num_buckets}, {bucket.range.params[0].name} ..."
             ):
                 self.settle(bucket)
-        return self._wait_for_flags()
+        self._verdict.wait()
 
-    def _wait_for_step(self) -> Any:
-        """Block until this step can be taken, or is given up, on all ranks; return their flags."""
-        return self._wait_for_all()
-
-    def _launch_flags(self) -> Work:
-        if self._flags_work is None:
-            self._flags_work = self.comm.allreduce(self._flags, op=ReduceOp.MAX)
-        return self._flags_work
-
-    def _wait_for_flags(self) -> Any:
-        with self.comm.waiting_for("which parameters the other ranks reached"):
-            return self._launch_flags().wait()
+    def _wait_for_step(self) -> None:
+        """Block until this step can be taken, or is given up, on all ranks."""
+        self._wait_for_all()
 
     def _drop(self) -> None:
         """Forget the backward under way and what it left in the gradients."""
@@ -337,13 +297,6 @@ class GradientBucketManager:
     def _was_reached(self, p: Parameter) -> bool:
         """Return whether a gradient needs no backward any more: it is there from before, or none is wanted."""
         return p.has_grad or p.hold is self._final_hold(p) or not p.requires_grad
-
-    def _report_unused(self, reached: Any) -> None:
-        """Note the parameters that no rank reached, and warn when they are others than the last time."""
-        unused = [p.name for p, flag in zip(self.params, reached, strict=True) if not flag]
-        if unused and unused != self.unused:
-            warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)
-        self.unused = unused
 
     def _launch_complete(self) -> None:
         """Launch buckets in their order, up to the first that is not complete."""

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, SupportsFloat, TypeVar
 
 import numpy as np
 
 from distributed.agreement import same_on_all
-from distributed.comm.communicator import Array, Communicator, ReduceOp
+from distributed.clipping import ModelPart, WholeModel, clip_by_global_norm, global_norm
+from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
-from distributed.data_parallel.early import EarlyBuckets, EarlyOptimizer
-from distributed.data_parallel.exact import ExactBuckets
+from distributed.data_parallel.join import until_all_are_through
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
+from distributed.data_parallel.reduction import Reduction
 from distributed.data_parallel.replicas import BUFFERS, broadcast_params, check_equal, check_layout, sync_buffers
-from distributed.data_parallel.sharded import ShardedBuckets, ShardedOptimizer
+from distributed.data_parallel.shares import NO_SAMPLES, Share, count
 from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer
-from minigrad.optim import Optimizer, Rule, check_max_norm, is_matrix
+from minigrad.optim import Optimizer, Rule, is_matrix
 from minigrad.parameter import Parameter
 
 T = TypeVar("T")
-
-NOT_GIVEN = -math.inf  # what travels for a weight that a rank leaves out
-NO_SAMPLES = -sys.float_info.max  # what travels for the weight of a rank that takes part without samples
 
 
 class HasParameters(Protocol):
@@ -65,7 +62,7 @@ class DistributedDataParallel:
         step_early: let `wait` return, and a step begin, before all buckets are there; the next forward waits only for
             the layers that it needs: see `early.py`. Make the optimizer by `ddp.optimizer(rule)`.
         sums: "exact" adds gradients, norm and mean up so that every layout with the same micro-batches has the same
-            bits: see `exact.py`. Twice the bytes travel. Clip by `ddp.clip_by_global_norm`.
+            bits: see `exact.py`. Twice the bytes travel.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
         buffers: what `wait` does with buffers that training changes, such as running means: see `BUFFERS`.
         recorder: of the pipeline that the model is in, so that one timeline has all of it.
@@ -100,59 +97,27 @@ class DistributedDataParallel:
     ) -> None:
         if check_every < 0:
             raise ValueError(f"check_every must not be negative, got {check_every}")
-        if zero not in (0, 1, 2):
-            raise ValueError(f"zero must be 0, 1 or 2, got {zero}")
-        if zero and comm_hook is not allreduce:
-            raise ValueError(f"gradients are reduced to shards with zero={zero}, which no comm_hook can do")
         if buffers not in BUFFERS:
             raise ValueError(f"buffers must be one of {', '.join(BUFFERS)}, got {buffers!r}")
+        reduction = Reduction(bucket_bytes, comm_hook, zero, whole, step_early, sums)
         self.model = model
         self.params = list(model.parameters())
+        self._part: ModelPart = model if isinstance(model, ModelPart) else WholeModel(self.params)
         self.comm = comm.duplicate()  # launches inside a backward must not meet the caller's own collectives
         check_layout("parameter", self.params, self.comm)
-        if zero and step_early:
-            raise ValueError(f"shards step when all are reduced: zero={zero} does not go with step_early")
-        if sums not in ("plain", "exact"):
-            raise ValueError(f"sums must be plain or exact, got {sums}")
-        self._is_exact = sums == "exact"
-        if self._is_exact and (zero or step_early or comm_hook is not allreduce):
-            raise ValueError(
-                "sums='exact' goes with neither zero, step_early nor a comm_hook, "
-                f"got zero={zero}, step_early={step_early}, comm_hook={getattr(comm_hook, '__name__', comm_hook)}"
-            )
-        settings = [f"check_every={check_every}", f"zero={zero}", f"step_early={step_early}"]
-        settings += [f"sums={sums}", f"buffers={buffers}"]
-        same_on_all(self.comm, "setting", settings)
+        settings = {
+            "check_every": check_every,
+            "zero": zero,
+            "step_early": step_early,
+            "sums": sums,
+            "buffers": buffers,
+        }
+        same_on_all(self.comm, "setting", [f"{name}={value}" for name, value in settings.items()])
+        self._is_exact = reduction.is_exact
         self._is_whole_step = recorder is None  # or the pipeline says what is computed
         self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
         last = getattr(model, "tied", ())
-        if zero and comm.size > 1:
-            self.buckets: GradientBucketManager = ShardedBuckets(
-                self.params,
-                self.comm,
-                bucket_bytes=bucket_bytes,
-                last=last,
-                recorder=self.recorder,
-                level=zero,
-                whole=whole,
-            )
-        elif step_early and comm.size > 1:
-            self.buckets = EarlyBuckets(
-                self.params,
-                self.comm,
-                bucket_bytes=bucket_bytes,
-                last=last,
-                comm_hook=self.recorder.comm_hook(comm_hook),
-                recorder=self.recorder,
-            )
-        else:
-            self.buckets = (ExactBuckets if self._is_exact else GradientBucketManager)(
-                self.params,
-                self.comm,
-                bucket_bytes=bucket_bytes,
-                last=last,
-                comm_hook=self.recorder.comm_hook(comm_hook),
-            )
+        self.buckets = reduction.buckets(self.params, self.comm, last=last, recorder=self.recorder)
         check_buckets(self.buckets, self.comm)
         self.buckets.move_gradients()
         self.first_sample = 0
@@ -194,38 +159,23 @@ class DistributedDataParallel:
             RuntimeError: the last backward is not over.
         """
         self.buckets.check_idle()
-        own = np.array([num_samples, NOT_GIVEN if weight is None else weight], np.float64)
         waiting = self.comm.waiting_for("the number of samples of each rank, in ddp.hooks")
         with self.recorder.span("wait", "sample counts"), waiting:
-            return self.comm.allgather(own).wait()
+            return self.comm.allgather(count(num_samples, weight)).wait()
 
     def hooks_for(self, counts: Array, *, mean_over: float | None = None) -> Hooks:
         """Return the hooks for one backward, as `hooks`, where `count_samples` has been called.
 
         Collective where the weights are checked.
         """
-        num_samples, weights = counts[:, 0].astype(int).tolist(), counts[:, 1].tolist()
-        here = [rank for rank, weight in enumerate(weights) if weight != NO_SAMPLES]
-        if not here:
-            raise ValueError("every rank calls reduce_no_samples(): some rank needs samples")
-        if min(num_samples[rank] for rank in here) < 1:
-            raise ValueError(f"every rank needs num_samples of at least 1, got {num_samples} by rank")
-        if all(weights[rank] == NOT_GIVEN for rank in here):
-            weights = list(num_samples)
-        weights = [weight if rank in here else 0.0 for rank, weight in enumerate(weights)]
-        if not all(0 < weights[rank] < math.inf for rank in here):
-            given = [None if weight == NOT_GIVEN else weight for weight in weights]
-            raise ValueError(f"every rank needs a weight above 0 and finite, or none does, got {given} by rank")
+        own = Share.of(self.comm.rank, counts)
         self._num_backwards += 1
         if self._check_every and self._num_backwards % self._check_every == 0:
             self.check_replicas()
-        own = weights[self.comm.rank]
-        self.first_sample = sum(num_samples[: self.comm.rank])
-        total = math.fsum(weights)
-        self.share = own / total
+        self.first_sample, self.share = own.first_sample, own.fraction
         # Exact sums are of what is weighted already: no factor after a sum, which would be another in each layout.
-        factor = 1.0 if self._is_exact else (own if mean_over is None else mean_over) / total
-        weighted = {"weight": own, "mean_over": total} if self._is_exact else {}
+        factor = 1.0 if self._is_exact else (own.weight if mean_over is None else mean_over) / own.total
+        weighted = {"weight": own.weight, "mean_over": own.total} if self._is_exact else {}
         self.is_awaited = True
 
         def on_start(reached: Sequence[Parameter]) -> None:
@@ -254,15 +204,9 @@ class DistributedDataParallel:
         Raises:
             ValueError: the model is part of a pipeline, whose stages need all their micro-batches.
         """
-        if isinstance(getattr(self.model, "comm", None), Communicator) and self.model.comm.size > 1:  # type: ignore[attr-defined]
+        if self._part.comm.size > 1:
             raise ValueError("join is for replicas in one process each: in a pipeline all ranks need as many batches")
-        left = iter(batches)
-        while True:
-            batch = next(left, None)
-            with self.comm.waiting_for("whether other ranks have batches left, in ddp.join"):
-                if not self.comm.allreduce(np.array([batch is not None], np.uint8), op=ReduceOp.MAX).wait()[0]:
-                    return
-            yield batch
+        return until_all_are_through(batches, self.comm)
 
     def reduce_no_samples(self) -> None:
         """Take part in a step in place of `hooks` and a backward: this rank has no samples for it. Collective.
@@ -305,35 +249,19 @@ class DistributedDataParallel:
         Args:
             rule, decays: see `Optimizer`.
         """
-        if isinstance(self.buckets, ShardedBuckets):
-            return ShardedOptimizer(self.buckets, rule, decays=decays)
-        if isinstance(self.buckets, EarlyBuckets):
-            return EarlyOptimizer(self.buckets, rule, decays=decays)
-        return Optimizer(self.params, rule, decays=decays)
+        return self.buckets.optimizer(rule, decays=decays)
 
     def clip_by_global_norm(self, max_norm: float) -> float:
         """Scale all gradients by max_norm / norm where the norm of the whole model is larger. Collective.
 
-        In any layout: over the stages of a pipeline, over shards, and in one process. After `wait`.
-
-        Returns:
-            The norm before clipping, the same on every rank. Gradients stay as they are where it is infinite or nan.
-        Raises:
-            ValueError: max_norm is not positive.
-            RuntimeError: a gradient is still being reduced.
-        Source: Pascanu et al. 2013.
+        In any layout: over the stages of a pipeline, over shards, and in one process; with sums="exact" exactly. After
+        `wait`. See `distributed.clip_by_global_norm`, which is this for gradients that no rank has in shards.
         """
-        check_max_norm(max_norm)
-        norm = self.grad_norm()
-        self.buckets.scale_to_norm(norm, max_norm)
-        return norm
+        return clip_by_global_norm(self._part, max_norm, self.buckets)
 
     def grad_norm(self) -> float:
         """Return the gradient norm of the whole model, the same number on every rank. Collective; after `wait`."""
-        counted = getattr(self.model, "counted_parameters", None)
-        if counted is None:
-            return self.buckets.norm(self.params)
-        return self.buckets.norm(counted(), self.model.comm)  # type: ignore[attr-defined]
+        return global_norm(self._part, self.buckets)
 
     def cancel(self) -> None:
         """Give up the step that an exception has ended: its gradients are dropped, the next one starts clean.

@@ -15,14 +15,13 @@ plain step: the same sums, the same updates, the same numbers of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from distributed.clipping import PartNorm
 from distributed.comm.communicator import Communicator
 from distributed.data_parallel.arrivals import Arrival, waiting_for_values
-from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketManager
-from distributed.data_parallel.comm_hooks import CommHook
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
-from distributed.trace.recorder import Recorder
+from distributed.data_parallel.bucket import UNREDUCED, Bucket, BucketOptions
+from distributed.data_parallel.buckets import GradientBucketManager
 from minigrad.flat import TensorSlice
 from minigrad.optim import Optimizer, Rule, is_matrix
 from minigrad.parameter import Hold, Parameter, check_usable
@@ -43,18 +42,8 @@ class EarlyBuckets(GradientBucketManager):
         arrivals: parameters that an optimizer updates when their bucket is there.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Parameter],
-        comm: Communicator,
-        *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        last: Sequence[Parameter] = (),
-        comm_hook: CommHook,
-        recorder: Recorder,
-    ) -> None:
-        super().__init__(params, comm, bucket_bytes=bucket_bytes, last=last, comm_hook=comm_hook)
-        self.recorder = recorder
+    def __init__(self, params: Iterable[Parameter], comm: Communicator, **options: Unpack[BucketOptions]) -> None:
+        super().__init__(params, comm, **options)
         self.arrivals: list[Arrival] = []
 
     def finish(self) -> None:
@@ -66,10 +55,13 @@ class EarlyBuckets(GradientBucketManager):
             if bucket.work is not None:
                 self.settle(bucket)
 
-    def _own_norm(self, params: Sequence[Parameter]) -> float:
+    def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
         check_usable(params, "the norm of", in_part=True)
         self.finish()
-        return super()._own_norm(params)
+        return super().part_norm(params)
+
+    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
+        return EarlyOptimizer(self, rule, decays=decays)
 
     def whole_grads(self) -> dict[str, Any]:
         self.finish()
@@ -83,11 +75,10 @@ class EarlyBuckets(GradientBucketManager):
         self.finish()
         super().reset(share)
 
-    def _wait_for_step(self) -> Any:
-        flags = self._wait_for_flags()
-        if flags[-1]:
+    def _wait_for_step(self) -> None:
+        self._verdict.wait()
+        if self._verdict.is_given_up:
             self._wait_for_all()
-        return flags
 
     def _land(self, bucket: Bucket) -> None:
         for p in bucket.range.params:

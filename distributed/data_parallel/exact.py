@@ -6,7 +6,7 @@ is what one micro-batch computes, in float32 and already weighted; what depends 
     a micro-batch's loss starts its backward from  weight / (sum of all weights)      the same number in every layout
     contributions, tied copies and ranks add up    in float64                         order hardly shows
     a gradient is that sum, rounded once           to float32                         order does not show
-    the norm of all                                one float64 for each parameter, added exactly (math.fsum)
+    the norm of all                                one float64 for each parameter, added exactly (`clipping.py`)
 
 What is guaranteed: contributions have 24 bits, and float64 adds N of them without any rounding where the largest
 and the smallest one differ by less than 2**(29 - log2 N); the sum is then exact, and the order cannot show. Where they
@@ -23,18 +23,16 @@ Source: Demmel and Nguyen 2013, Fast reproducible floating-point summation, for 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Unpack
 
 import numpy as np
 
 from distributed.clipping import ModelPart
 from distributed.comm.communicator import Communicator
-from distributed.data_parallel.buckets import Bucket, GradientBucketManager
-from distributed.data_parallel.comm_hooks import CommHook
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
+from distributed.data_parallel.bucket import Bucket, BucketOptions
+from distributed.data_parallel.buckets import GradientBucketManager
 from minigrad.backend import to_host
-from minigrad.optim import grad_square_sum
 from minigrad.parameter import Parameter
 
 SUM_DTYPE = np.dtype(np.float64)
@@ -47,32 +45,14 @@ class ExactBuckets(GradientBucketManager):
         ValueError: a parameter is float64 itself: there is nothing wider to add it up in.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Parameter],
-        comm: Communicator,
-        *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        last: Sequence[Parameter] = (),
-        comm_hook: CommHook,
-    ) -> None:
+    def __init__(self, params: Iterable[Parameter], comm: Communicator, **options: Unpack[BucketOptions]) -> None:
         params = list(params)
         for p in params:
             if p.dtype == SUM_DTYPE:
                 raise ValueError(f"exact sums are of float32 or narrower parameters, got {p.label} of {p.dtype}")
-        super().__init__(params, comm, bucket_bytes=bucket_bytes, last=last, comm_hook=comm_hook)
+        super().__init__(params, comm, **options)
         for flat in dict.fromkeys(bucket.range.flat for bucket in self.buckets):
             flat.widen_grad(SUM_DTYPE)
-        self._most_params: int | None = None  # that one of the ranks with other parameters has
-
-    def norm(self, params: Sequence[Parameter], parts: Communicator | None = None) -> float:
-        squares = [grad_square_sum([p]) for p in params]
-        if parts is not None:
-            if self._most_params is None:
-                self._most_params = max(parts.gather_objects(len(params)))
-            squares += [0.0] * (self._most_params - len(squares))
-            squares = parts.allgather(np.array(squares)).wait().reshape(-1).tolist()
-        return math.sqrt(math.fsum(squares))
 
     def _land(self, bucket: Bucket) -> None:
         part = bucket.range

@@ -27,108 +27,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import NoReturn
+from typing import NoReturn, Unpack
 
-from distributed.clipping import joint_norm
+from distributed.clipping import PartNorm
 from distributed.comm.communicator import Array, Communicator, Work
-from distributed.comm.work import JoinedWork
 from distributed.data_parallel.arrivals import Arrival, waiting_for_values
-from distributed.data_parallel.buckets import UNREDUCED, Bucket, GradientBucketManager
-from distributed.data_parallel.comm_hooks import CommHook, allreduce
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
-from distributed.trace.recorder import Recorder
+from distributed.data_parallel.bucket import UNREDUCED, Bucket, BucketOptions
+from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.comm_hooks import CommHook
+from distributed.data_parallel.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
 from minigrad.backend import xp_of
 from minigrad.flat import FlatRange, TensorSlice, slices_in
 from minigrad.optim import DividingRule, Optimizer, Rule, clip_arrays, is_matrix, norm_of
 from minigrad.parameter import Hold, Parameter, check_usable
 
-_IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
-SHARDED = Hold(f"its grad is reduced, and {_IN_SHARDS}", final=True, partial=True, after_reset=UNREDUCED)
-KEPT = Hold(f"its grad is kept in shards, and {_IN_SHARDS}", open=True, final=True, partial=True, after_reset=UNREDUCED)
-
-
-def even_bounds(part: FlatRange, num_ranks: int) -> list[int]:
-    """Return where each rank's share of a bucket begins: equal ones, and the last rank has the rest; and the end."""
-    share = (part.stop - part.start) // num_ranks
-    return [part.start + rank * share for rank in range(num_ranks)] + [part.stop]
-
-
-def whole_bounds(part: FlatRange, is_whole: Callable[[Parameter], bool], loads: list[int]) -> list[int]:
-    """Return likewise where some parameters must not be cut: the least laden ranks get the most.
-
-    Args:
-        loads: elements that each rank has got so far; this bucket's are added.
-    """
-    level = (sum(loads) + part.stop - part.start) / len(loads)
-    wanted = [max(level - load, 0.0) for load in loads]
-    bounds, end = [part.start], 0.0
-    for share in wanted[:-1]:
-        end += share / max(sum(wanted), 1) * (part.stop - part.start)
-        bounds.append(max(bounds[-1], _uncut(part, part.start + round(end), is_whole)))
-    bounds.append(part.stop)
-    for rank, (start, stop) in enumerate(pairwise(bounds)):
-        loads[rank] += stop - start
-    return bounds
-
-
-def _uncut(part: FlatRange, place: int, is_whole: Callable[[Parameter], bool]) -> int:
-    """Return a place, or the nearer end of the parameter that it would cut and that must not be."""
-    for p in part.params:
-        if p.start < place < p.stop and is_whole(p):
-            return p.start if place - p.start < p.stop - place else p.stop
-    return place
-
-
-def reduce_to_shards(grad: Array, comm: Communicator) -> Work:
-    """Sum gradients over ranks, each rank its own shard: a comm hook. The rest of the array is undefined afterwards."""
-    even = grad.size - grad.size % comm.size
-    works = [comm.reduce_scatter(grad[:even])] if even else []
-    if even < grad.size:
-        works.append(comm.allreduce(grad[even:]))
-    return JoinedWork(works, lambda _: grad)
-
-
-def gather_shards(values: Array, comm: Communicator, bounds: Sequence[int] | None = None) -> Work:
-    """Collect the shards of all ranks in place; `values` is written when the Work is done, and not before.
-
-    Args:
-        bounds: where each rank's shard begins, and the end, where they are not equal.
-    """
-    if bounds is not None:
-        shards = [slice(start, stop) for start, stop in pairwise(bounds)]
-        copies = [
-            comm.broadcast(values[own].copy(), root=root) for root, own in enumerate(shards) if own.start < own.stop
-        ]
-
-        def put(results: list[Array]) -> Array:
-            values[bounds[0] : bounds[-1]] = xp_of(values).concatenate(results)
-            return values
-
-        return JoinedWork(copies, put)
-    even = values.size - values.size % comm.size
-    share = even // comm.size
-    works = [comm.allgather(values[comm.rank * share : (comm.rank + 1) * share])] if even else []
-    if even < values.size:
-        works.append(comm.broadcast(values[even:].copy(), root=comm.size - 1))
-
-    def land(results: list[Array]) -> Array:
-        if even < values.size:
-            values[even:] = results.pop()
-        if even:
-            values[:even] = results[0].reshape(-1)
-        return values
-
-    return JoinedWork(works, land)
+IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
+SHARDED = Hold(f"its grad is reduced, and {IN_SHARDS}", final=True, partial=True, after_reset=UNREDUCED)
 
 
 class ShardedBuckets(GradientBucketManager):
-    """Buckets of which each rank gets the sum of its shard.
+    """Buckets of which each rank gets the sum of its shard: level 1, where it lies in memory for whole gradients.
 
     Args:
-        level: 1 or 2, see above.
         whole: which parameters no shard may cut: each has one owner, chosen so that ranks are laden alike. Buckets with
-            such a parameter are reduced by an allreduce.
-        recorder: notes when buckets are under way.
+            such a parameter travel by `comm_hook`, and others by `reduce_to_shards`.
+        options: see `GradientBucketManager`.
 
     Attributes:
         shards: this rank's share of each bucket, in their order.
@@ -140,16 +63,11 @@ class ShardedBuckets(GradientBucketManager):
         params: Iterable[Parameter],
         comm: Communicator,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        last: Sequence[Parameter] = (),
-        recorder: Recorder,
-        level: int,
         whole: Callable[[Parameter], bool] | None = None,
+        **options: Unpack[BucketOptions],
     ) -> None:
-        hook = recorder.comm_hook(reduce_to_shards)
-        super().__init__(params, comm, bucket_bytes=bucket_bytes, last=last, comm_hook=hook)
-        self.recorder = recorder
-        self._allreduce = recorder.comm_hook(allreduce)
+        super().__init__(params, comm, **options)
+        self._shard_hook = self.recorder.comm_hook(reduce_to_shards)
         self._bounds: list[list[int] | None] = []  # of each bucket, where shares are not equal
         loads = [0] * comm.size
         for bucket in self.buckets:
@@ -160,40 +78,26 @@ class ShardedBuckets(GradientBucketManager):
             for bucket, uneven in zip(self.buckets, self._bounds, strict=True)
         ]
         self.shards = [by_rank[comm.rank] for by_rank in self.shards_by_rank]
-        self._keeps_whole = level == 1
-        self._kept: set[Parameter] = set()  # whose shards hold a sum that this backward adds to
-        self._kept_grads: list[Array] = []
         self._whole_here = {
             p for shard in self.shards for p in shard.params if shard.start <= p.start and p.stop <= shard.stop
         }
-        if not self._keeps_whole:
-            for flat in dict.fromkeys(bucket.range.flat for bucket in self.buckets):
-                flat.cut_grad([bucket.range for bucket in self.buckets if bucket.range.flat is flat])
-            self._kept_grads = [xp_of(s.data).zeros(s.stop - s.start, s.flat.grad.dtype) for s in self.shards]
-
-    @property
-    def grad_bytes(self) -> int:
-        return super().grad_bytes if self._keeps_whole else sum(grad.nbytes for grad in self._kept_grads)
 
     def check_reduced(self, what: str) -> None:
         """Raise RuntimeError if a gradient is held by somebody, or has what no other rank has seen."""
         check_usable(self.params, what, in_part=True)
-        for p in self.params:
-            if p.hold is KEPT and p.has_grad:
-                raise RuntimeError(f"{what} {p.label}: a backward without the hooks came after the last one with them")
 
     def shard_grad(self, number: int) -> Array:
         """Return the gradients of this rank's share of a bucket, a view."""
         shard = self.shards[number]
-        return shard.flat.grad_slice(shard.start, shard.stop) if self._keeps_whole else self._kept_grads[number]
+        return shard.flat.grad_slice(shard.start, shard.stop)
 
-    def move_gradients(self) -> None:
-        if self._keeps_whole:
-            super().move_gradients()
-
-    def _own_norm(self, params: Sequence[Parameter]) -> float:
+    def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
         self.check_reduced("the norm of")
-        return joint_norm(norm_of(grad for _, grad in self._own(params)), self.comm)
+        own = PartNorm(norm_of(grad for _, grad in self._own(params)))
+        return PartNorm(own.joint(self.comm))
+
+    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
+        return ShardedOptimizer(self, rule, decays=decays)
 
     def whole_grads(self) -> dict[str, Array]:
         self.check_reduced("gathering")
@@ -212,8 +116,8 @@ class ShardedBuckets(GradientBucketManager):
         start = bucket.range.start
         return gather_shards(values, self.comm, None if bounds is None else [bound - start for bound in bounds])
 
-    def scale_to_norm(self, norm: float, max_norm: float) -> None:
-        clip_arrays((grad for _, grad in self._own(self.params)), norm, max_norm)
+    def scale_to_norm(self, params: Iterable[Parameter], norm: float, max_norm: float) -> None:
+        clip_arrays((grad for _, grad in self._own(params)), norm, max_norm)
 
     def _own(self, params: Iterable[Parameter]) -> Iterator[tuple[FlatRange, Array]]:
         """Yield what this rank has of some parameters, and its gradients."""
@@ -226,45 +130,11 @@ class ShardedBuckets(GradientBucketManager):
                     start, stop = max(inside[0].start, shard.start), min(inside[-1].stop, shard.stop)
                     yield shard.cut(start, stop), grad[start - shard.start : stop - shard.start]
 
-    def _begin(self, share: float | None) -> None:
-        self._kept = {p for p in self.params if p.hold is KEPT}
-        super()._begin(share)
-
-    def _launch(self, bucket: Bucket) -> Work:
-        if not self._keeps_whole:  # memory that is done with can go
-            for other in self.buckets:
-                if other.work is not None and not other.is_landed and other.work.test():
-                    self.settle(other)
-        return super()._launch(bucket)
-
     def _hook_of(self, bucket: Bucket) -> CommHook:
-        return self._comm_hook if self._bounds[bucket.number] is None else self._allreduce
-
-    def _land(self, bucket: Bucket) -> None:
-        if self._keeps_whole:
-            return
-        shard, kept = self.shards[bucket.number], self._kept_grads[bucket.number]
-        arrived = shard.flat.grad_slice(shard.start, shard.stop)
-        if self._kept.isdisjoint(shard.params):
-            kept[...] = arrived
-        else:
-            for p in shard.params:
-                if p not in self._kept:  # reset since the last one
-                    kept[max(p.start - shard.start, 0) : p.stop - shard.start] = 0
-            kept += arrived
-        shard.flat.close_grad(bucket.range)
-
-    def _drop(self) -> None:
-        super()._drop()
-        if not self._keeps_whole:  # what was kept has been added to, perhaps
-            for p in self.params:
-                p.hold = self._unreduced
-                p.grad = None
+        return self._shard_hook if self._bounds[bucket.number] is None else self._comm_hook
 
     def _final_hold(self, p: Parameter) -> Hold:
-        if self._keeps_whole:
-            return self._reduced if p in self._whole_here else SHARDED
-        return KEPT
+        return self._reduced if p in self._whole_here else SHARDED
 
 
 class ShardedOptimizer(Optimizer):

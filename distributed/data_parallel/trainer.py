@@ -21,7 +21,7 @@ from distributed.trace.recorder import Recorder
 from minigrad.backprop import backward_with_grad, reached_parameters
 from minigrad.hooks import Hooks
 from minigrad.nn import Module
-from minigrad.optim import AdamW, LearningRate, Optimizer, clip_by_global_norm
+from minigrad.optim import AdamW, LearningRate, Optimizer
 from minigrad.parameter import Parameter
 from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
 from minigrad.tensor import Tensor
@@ -238,7 +238,7 @@ class Trainer(ABC):
         sums = np.array([own.loss_sum / sum(own.weights) * self.ddp.share, own.num_tokens])
         with self.recorder.span("wait", "loss"):
             loss, num_tokens = self.ddp.comm.allreduce(sums).wait().tolist()
-        norm = clip_by_global_norm(self.ddp.params, self.config.max_grad_norm)
+        norm = self.ddp.clip_by_global_norm(self.config.max_grad_norm)
         learning_rate = self.optimizer.lr
         if self.guard.allows(norm, loss):  # the same numbers on every rank
             self.optimizer.step()

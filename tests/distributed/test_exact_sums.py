@@ -1,14 +1,18 @@
 """Exact sums: one SHA-256 of the weights for every layout that trains on the same micro-batches."""
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import minigrad as mg
-from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator
+from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, clip_by_global_norm
+from distributed.clipping import global_norm
+from distributed.comm.communicator import Communicator
 from distributed.data_parallel.exact import weights_sha256
 from minigrad import rng
+from minigrad.flat import FlatBuffer
 from minigrad.models import gpt
 from minigrad.optim import SGD, AdamW
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
@@ -35,7 +39,8 @@ def train(comm, dp, pp, schedule, num_steps=3, *, sums="exact", num_samples=2 * 
         with rng.scope(seed=3, step=step, first_sample=ddp.first_sample):
             loss = pipe.step(batch[:, :-1], batch[:, 1:], hooks=hooks)
         ddp.wait()
-        norm = ddp.clip_by_global_norm(max_norm)
+        norm = global_norm(stages)
+        assert ddp.clip_by_global_norm(max_norm) == norm  # the other door
         optimizer.step()
         seen.append((norm, ddp.mean(loss)))
     return weights_sha256(stages), seen
@@ -89,6 +94,63 @@ def test_the_layout_does_not_show_after_200_steps(dp, pp, schedule):
 def test_processes_have_the_bits_of_threads(ranks):
     found = ranks.run(lambda comm: train(comm, comm.size // 2, 2, "1f1b"))
     assert found == [in_one_process()] * ranks.size
+
+
+class Part(NamedTuple):
+    """Some of a model's parameters: on rank 0 none, on each other one those of its turn."""
+
+    comm: Communicator
+    params: list[mg.Parameter]
+
+    @classmethod
+    def of(cls, comm, is_exact):
+        draw = np.random.default_rng(0)
+        params = [mg.Parameter(np.zeros(n, np.float32), f"p{n}") for n in range(1, 30)]
+        for p in params:
+            (part,) = FlatBuffer.adopt([p])
+            if is_exact:
+                part.flat.widen_grad(np.float64)
+            p.grad = (draw.standard_normal(p.size) * 10.0 ** draw.uniform(-6, 6)).astype(np.float32)
+        return cls(comm, params if comm.size == 1 else params[comm.rank - 1 :: comm.size - 1] if comm.rank else [])
+
+    def parameters(self):
+        return self.params
+
+    counted_parameters = parameters
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_norm_of_exact_sums_has_the_same_bits_wherever_the_parameters_are(is_exact):
+    """Also where a rank has none, and so cannot see of what kind the others' gradients are."""
+
+    def clipped(comm):
+        part = Part.of(comm, is_exact)
+        return clip_by_global_norm(part, 1.0), {p.name: p.grad.tobytes() for p in part.params}
+
+    norm, grads = clipped(SoloCommunicator())
+    found = [LocalWorld(size).run(clipped) for size in (2, 3, 4)]
+    norms = {norm} | {own_norm for ranks in found for own_norm, _ in ranks}
+    assert (len(norms) == 1) == is_exact  # else these numbers would show nothing
+    for ranks in found:
+        gathered = {name: bits for _, own in ranks for name, bits in own.items()}
+        assert gathered.keys() == grads.keys()
+        assert gathered == grads or not is_exact
+
+
+@pytest.mark.parametrize(
+    ("grads", "norm"), [([3.0, 4.0], 5.0), ([np.inf, 1.0], np.inf), ([np.nan, 1.0], np.nan), ([np.inf, np.nan], np.nan)]
+)
+def test_an_exact_norm_is_as_large_as_it_is(grads, norm):
+    def program(comm):
+        part = Part.of(comm, True)
+        for p in part.params:
+            p.grad = np.zeros(p.shape)
+            if p.size <= 2:
+                p.grad[0] = grads[p.size - 1]
+        return clip_by_global_norm(part, 1e9)
+
+    for found in [program(SoloCommunicator()), *LocalWorld(3).run(program)]:
+        np.testing.assert_equal(found, norm)
 
 
 def weighted(comm, weights, sums):

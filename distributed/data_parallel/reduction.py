@@ -1,0 +1,81 @@
+"""Which buckets a model's gradients go into: all that may be asked of them, what goes with what, and the kind for it.
+
+    asked for       buckets                 what a rank has after `wait`
+    nothing         GradientBucketManager   all gradients
+    sums="exact"    ExactBuckets            all, added up exactly
+    step_early      EarlyBuckets            those that are there; the others follow
+    zero=1          ShardedBuckets          its shard of each
+    zero=2          GradientShards          its shard of each, and memory for no more
+
+One rank alone has nothing to share out or to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from distributed.comm.communicator import Communicator
+from distributed.data_parallel.bucket import BucketOptions
+from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.early import EarlyBuckets
+from distributed.data_parallel.exact import ExactBuckets
+from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
+from distributed.data_parallel.sharded import ShardedBuckets
+from distributed.data_parallel.sharded_gradients import GradientShards
+from distributed.trace.recorder import Recorder
+from minigrad.parameter import Parameter
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced: `DistributedDataParallel` says what each of these is.
+
+    Raises:
+        ValueError: one of them has no such value, or two do not go together.
+    """
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    comm_hook: CommHook = allreduce
+    zero: int = 0
+    whole: Callable[[Parameter], bool] | None = None
+    step_early: bool = False
+    sums: str = "plain"
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2):
+            raise ValueError(f"zero must be 0, 1 or 2, got {self.zero}")
+        if self.sums not in ("plain", "exact"):
+            raise ValueError(f"sums must be plain or exact, got {self.sums}")
+        has_hook = self.comm_hook is not allreduce
+        if self.zero and has_hook:
+            raise ValueError(f"gradients are reduced to shards with zero={self.zero}, which no comm_hook can do")
+        if self.zero and self.step_early:
+            raise ValueError(f"shards step when all are reduced: zero={self.zero} does not go with step_early")
+        if self.is_exact and (self.zero or self.step_early or has_hook):
+            raise ValueError(
+                f"sums='exact' goes with neither zero, step_early nor a comm_hook, got zero={self.zero}, "
+                f"step_early={self.step_early}, comm_hook={getattr(self.comm_hook, '__name__', self.comm_hook)}"
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        return self.sums == "exact"
+
+    def buckets(
+        self, params: Sequence[Parameter], comm: Communicator, *, last: Sequence[Parameter], recorder: Recorder
+    ) -> GradientBucketManager:
+        """Return the buckets; see `GradientBucketManager`."""
+        options = BucketOptions(bucket_bytes=self.bucket_bytes, last=last, comm_hook=self.comm_hook, recorder=recorder)
+        return self._kind(comm.size)(params, comm, **options)
+
+    def _kind(self, num_ranks: int) -> Callable[..., GradientBucketManager]:
+        if self.is_exact:
+            return ExactBuckets
+        if num_ranks == 1:
+            return GradientBucketManager
+        if self.zero:
+            return partial(ShardedBuckets if self.zero == 1 else GradientShards, whole=self.whole)
+        return EarlyBuckets if self.step_early else GradientBucketManager

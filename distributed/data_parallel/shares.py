@@ -1,0 +1,60 @@
+"""How much each rank weighs in a mean, from the samples that each of them has."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from distributed.comm.communicator import Array
+
+NOT_GIVEN = -math.inf  # what travels for a weight that a rank leaves out
+NO_SAMPLES = -sys.float_info.max  # what travels for the weight of a rank that takes part without samples
+
+
+def count(num_samples: int, weight: float | None) -> Array:
+    """Return the (2,) numbers that a rank tells the others: its samples, and its weight."""
+    return np.array([num_samples, NOT_GIVEN if weight is None else weight], np.float64)
+
+
+class Share(NamedTuple):
+    """One rank's part in a batch of all ranks.
+
+    Attributes:
+        first_sample: index of its first sample in that batch.
+        weight: of this rank; 0 without samples.
+        total: of the weights of all ranks.
+    """
+
+    first_sample: int
+    weight: float
+    total: float
+
+    @property
+    def fraction(self) -> float:
+        return self.weight / self.total
+
+    @staticmethod
+    def of(rank: int, counts: Array) -> Share:
+        """Return a rank's part.
+
+        Args:
+            counts: (size, 2), what `count` gives on each rank.
+        Raises:
+            ValueError: a rank has no sample, or a weight that is not above 0 and finite, or some give none.
+        """
+        num_samples, weights = counts[:, 0].astype(int).tolist(), counts[:, 1].tolist()
+        here = [r for r, weight in enumerate(weights) if weight != NO_SAMPLES]
+        if not here:
+            raise ValueError("every rank calls reduce_no_samples(): some rank needs samples")
+        if min(num_samples[r] for r in here) < 1:
+            raise ValueError(f"every rank needs num_samples of at least 1, got {num_samples} by rank")
+        if all(weights[r] == NOT_GIVEN for r in here):
+            weights = list(num_samples)
+        weights = [weight if r in here else 0.0 for r, weight in enumerate(weights)]
+        if not all(0 < weights[r] < math.inf for r in here):
+            given = [None if weight == NOT_GIVEN else weight for weight in weights]
+            raise ValueError(f"every rank needs a weight above 0 and finite, or none does, got {given} by rank")
+        return Share(sum(num_samples[:rank]), weights[rank], math.fsum(weights))

@@ -1,0 +1,68 @@
+"""What the ranks have to know of each other's backward before they step: whether it ended, and what it reached.
+
+One number for each parameter travels, 1 where this rank's backward reached it, and one for a backward that was given
+up; of all ranks the largest counts. It is the last message of a step: who has its result knows that all ranks step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from distributed.comm.communicator import Communicator, ReduceOp, Work
+from minigrad.parameter import Parameter
+
+
+class Verdict:
+    """The ranks' verdict on one step after the other.
+
+    Attributes:
+        unused: names of parameters that require grad and that no rank's backward reached, as of `report_unused`.
+    """
+
+    def __init__(self, params: Sequence[Parameter], comm: Communicator) -> None:
+        self._params = params
+        self._comm = comm
+        self._flags = np.zeros(len(params) + 1, np.uint8)  # of this rank; once they are there, of all
+        self._work: Work | None = None
+        self.unused: list[str] = []
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether this rank has said what it has to say, so that others may act on it."""
+        return self._work is not None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether this rank, or after `wait` any rank, has given its backward up."""
+        return bool(self._flags[-1])
+
+    def reset(self, reached: Sequence[bool]) -> None:
+        """Begin a step, whose backward reaches these parameters here."""
+        self._flags[:-1], self._flags[-1] = reached, 0
+        self._work = None
+
+    def give_up(self) -> None:
+        """Say that no rank may take this step."""
+        self._flags[-1] = 1
+
+    def send(self) -> None:
+        """Launch the message, if it is not under way. Collective."""
+        if self._work is None:
+            self._work = self._comm.allreduce(self._flags, op=ReduceOp.MAX)
+
+    def wait(self) -> None:
+        """Block until all ranks have said what they have to say. Collective."""
+        self.send()
+        assert self._work is not None
+        with self._comm.waiting_for("which parameters the other ranks reached"):
+            self._work.wait()  # in place
+
+    def report_unused(self) -> None:
+        """Note the parameters that no rank reached, and warn when they are others than the last time."""
+        unused = [p.name for p, flag in zip(self._params, self._flags[:-1], strict=True) if not flag]
+        if unused and unused != self.unused:
+            warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=4)
+        self.unused = unused
