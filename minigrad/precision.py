@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,10 @@ import numpy as np
 from minigrad.flat import FlatBuffer
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter
+from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+MAX_SCALE = 2.0**24
 
 
 def dtype_of(precision: str) -> np.dtype[Any]:
@@ -69,9 +70,8 @@ def use_precision(params: Iterable[Parameter], precision: str) -> None:
         flat.keep_copy(dtype)
 
 
-@dataclass
-class LossScale:
-    """A factor on the loss that keeps float16 gradients away from 0, and from infinity.
+class LossScale(StepGuard):
+    """A factor on the loss that keeps float16 gradients away from 0, and from infinity; and the guard of its steps.
 
         mg.backward(loss * scale.value)
         scale.unscale(params)
@@ -81,16 +81,25 @@ class LossScale:
 
     Of several ranks, all must see the same norm: that of the whole model, after gradients were reduced.
 
+    Args:
+        max_in_a_row: see `StepGuard`; by default as many more as it takes to halve the largest factor down to 1.
+
     Attributes:
-        value: of the factor now; a power of two, so that it rounds nothing.
+        value: of the factor now; a power of two from 1 to `MAX_SCALE`, so that it rounds nothing.
         growth_steps: so many good steps in a row double it.
-        num_skipped: steps whose gradients were not finite.
     """
 
-    value: float = 2.0**16
-    growth_steps: int = 2000
-    num_skipped: int = 0
-    _num_good: int = 0
+    def __init__(
+        self,
+        value: float = 2.0**16,
+        growth_steps: int = 2000,
+        *,
+        max_in_a_row: int = MAX_SKIPPED_IN_A_ROW + int(math.log2(MAX_SCALE)),
+    ) -> None:
+        super().__init__(max_in_a_row)
+        self.value = value
+        self.growth_steps = growth_steps
+        self._num_good = 0
 
     def unscale(self, params: Iterable[Parameter]) -> None:
         """Divide all gradients by the factor, in place."""
@@ -98,20 +107,23 @@ class LossScale:
             grad = part.grad
             kernels_of(grad).scale(grad, 1 / self.value)
 
-    def update(self, norm: float) -> bool:
-        """Return whether a step may be taken with gradients of this norm; if not, halve the factor.
+    def allows(self, *values: float) -> bool:
+        """Return whether a step may be taken, as `StepGuard` does; if not, halve the factor.
 
         Args:
-            norm: of the unscaled gradients: infinite or nan where one of them is.
+            values: the norm of the unscaled gradients, infinite or nan where one of them is; the loss.
         """
-        if math.isfinite(norm):
-            self._num_good += 1
-            if self._num_good == self.growth_steps:
-                self.value, self._num_good = min(self.value * 2, 2.0**24), 0
-            return True
-        self.value, self._num_good = max(self.value / 2, 1.0), 0
-        self.num_skipped += 1
-        return False
+        good = super().allows(*values)
+        self._num_good = self._num_good + 1 if good else 0
+        if not good:
+            self.value = max(self.value / 2, 1.0)
+        elif self._num_good == self.growth_steps:
+            self.value, self._num_good = min(self.value * 2, MAX_SCALE), 0
+        return good
+
+    def update(self, norm: float) -> bool:
+        """Return whether a step may be taken with gradients of this norm, as `allows` does."""
+        return self.allows(norm)
 
     def state_dict(self) -> dict[str, float]:
         """Return what a run needs to go on."""

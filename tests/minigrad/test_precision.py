@@ -12,7 +12,7 @@ import minigrad as mg
 from minigrad.flat import FlatBuffer
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.optim import SGD, AdamW, Optimizer, clip_by_global_norm
-from minigrad.precision import PRECISIONS, LossScale, dtype_of, use_precision
+from minigrad.precision import MAX_SCALE, PRECISIONS, LossScale, dtype_of, use_precision
 
 pytest.importorskip("ml_dtypes")
 
@@ -258,6 +258,20 @@ def test_steps_with_gradients_that_are_not_finite_are_skipped_and_counted() -> N
     other = LossScale()
     other.load_state_dict(scale.state_dict())
     assert (other.value, other.num_skipped) == (2.0, 2)
+
+
+def test_a_loss_scale_ends_a_run_that_no_factor_can_save() -> None:
+    """It halved 1 to 1 for ever, and a run whose weights were nan went on skipping steps to its end."""
+    scale = LossScale(value=MAX_SCALE)
+    for _ in range(24 + 10):
+        assert not scale.update(np.nan)
+    assert scale.value == 1
+    with pytest.raises(FloatingPointError, match="no more than 34 steps in a row are skipped"):
+        scale.update(np.nan)
+    scale = LossScale(max_in_a_row=0)
+    assert scale.allows(1.0, 2.0)
+    with pytest.raises(FloatingPointError, match=r"no more than 0 steps in a row .* got 1\.0 and inf"):
+        scale.allows(1.0, np.inf)
 
 
 def test_a_float16_gpt_trains_with_a_loss_scale_that_starts_too_high() -> None:
