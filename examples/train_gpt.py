@@ -29,7 +29,10 @@ from distributed import DistributedDataParallel, Mesh, local_rank, weights_sha25
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data.tokenizer import TOKENIZER, Tokenizer
 from distributed.data_parallel.comm_hooks import allreduce
-from distributed.data_parallel.compression import ErrorFeedback, WithState
+from distributed.data_parallel.compression import ErrorFeedback
+from distributed.data_parallel.feedback import FeedbackHook, WithState
+from distributed.data_parallel.low_rank import PowerSGD
+from distributed.data_parallel.top_k import TopK
 from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
@@ -79,7 +82,7 @@ def main() -> None:
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
     )
     rule = rule_of(settings)
-    hook = None if settings.compress == "none" else ErrorFeedback(settings.compress)
+    hook = comm_hook_of(settings)
     ddp = DistributedDataParallel(
         stages,
         mesh.dp,
@@ -160,6 +163,19 @@ def rule_of(settings: TrainSettings) -> AdamW | Muon:
     lr = learning_rate(settings)
     adamw = AdamW(lr, betas=(settings.beta1, settings.beta2), weight_decay=settings.weight_decay)
     return adamw if settings.optimizer == "adamw" else Muon(lambda step: MUON_RATE * lr(step), others=adamw)
+
+
+def comm_hook_of(settings: TrainSettings) -> FeedbackHook | None:
+    """Return what sends less than a gradient, if the flags ask for it."""
+    match settings.compress:
+        case "none":
+            return None
+        case "powersgd":
+            return PowerSGD(seed=settings.seed)
+        case "topk":
+            return TopK()
+        case dtype:
+            return ErrorFeedback(dtype)
 
 
 def validation_loss(

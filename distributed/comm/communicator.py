@@ -23,6 +23,7 @@ import numpy as np
 
 from distributed.comm.failure import Heal
 from distributed.comm.reduction import ReduceOp, check_reducible
+from distributed.comm.sequence import MessageSteps, SequenceWork
 from distributed.comm.transfer import carry, carry_rows, check_array
 from distributed.comm.work import Array, Work
 from minigrad.backend import synchronize, xp_of
@@ -272,6 +273,14 @@ class Communicator(ABC):
     def recv(self, array: Array, *, source: int, tag: int) -> Array:
         """Receive and block until `array` holds the message; see irecv."""
         return self.irecv(array, source=source, tag=tag).wait()
+
+    def sequence(self, steps: MessageSteps) -> Work:
+        """Run an operation of several messages, on host arrays; where work moves by itself, this does too.
+
+        Args:
+            steps: yields each Work, is sent its result, and returns that of the whole: see `sequence.py`.
+        """
+        return SequenceWork(steps)
 
     def progress(self) -> None:
         """Let unfinished work move; cheap enough to call between any two ops of a backward."""

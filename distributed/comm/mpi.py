@@ -26,10 +26,11 @@ from distributed.comm.failure import Heal, RankFailure
 from distributed.comm.mpi_family import MPIFamily, check_ulfm, join
 from distributed.comm.mpi_memory import allocate_shared, is_cuda_aware
 from distributed.comm.mpi_reduction import MPIReduction
-from distributed.comm.progress import Engine, Operation, Steps, until_done
+from distributed.comm.progress import Engine, Operation, Steps, until_done, until_sequence_done
 from distributed.comm.rank_order import RankOrderReduction
 from distributed.comm.reduction import ReduceOp
 from distributed.comm.roll_call import RollCall
+from distributed.comm.sequence import MessageSteps
 from distributed.comm.settings import Settings
 from distributed.comm.shared_memory import (
     HEADER_BYTES,
@@ -256,6 +257,9 @@ class MPICommunicator(Communicator):
             request = self._comm.Irecv([as_bytes(array), MPI.BYTE], source, tag)
         steps = _receive(request, array, source, tag)
         return self._start(steps, lambda: f"recv from {source} tag {tag} of {_spec(array)}")
+
+    def sequence(self, steps: MessageSteps) -> Work:
+        return self._start(until_sequence_done(steps), lambda: "a sequence of messages")
 
     # Memory that ranks share.
 

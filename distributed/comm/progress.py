@@ -11,9 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 from distributed.comm.roll_call import LOOK_SECONDS, RollCall
+from distributed.comm.sequence import MessageSteps
 from distributed.comm.wait_clock import WaitClock
 from distributed.comm.work import Array, Work
 
@@ -46,6 +47,18 @@ def until_done(request: Request, result: Array, *kept: Array) -> Steps:
     while not request.Test():
         yield
     return result
+
+
+def until_sequence_done(steps: MessageSteps) -> Steps:
+    """Wait for the messages of a sequence, one after the other."""
+    try:
+        part = next(steps)
+        while True:
+            while not part.test():
+                yield
+            part = steps.send(part.wait())
+    except StopIteration as end:
+        return cast(Array, end.value)
 
 
 _SPIN_SECONDS = 20e-6  # of a wait, before it lets other operations and other processes have the core

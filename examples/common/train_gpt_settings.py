@@ -91,8 +91,9 @@ class ReplicationSettings(HybridSettings):
     )
     compress: str = flag(
         "none",
-        "send gradients in so few bits, and what these lose in the next step",
-        choices=("none", *LARGEST),
+        "send gradients in so few bits, 4 columns of each matrix (powersgd) or the largest hundredth (topk), and what "
+        "these lose in the next step",
+        choices=("none", *LARGEST, "powersgd", "topk"),
         fixed=True,
     )
     exact: bool = flag(

@@ -1,15 +1,10 @@
-"""Gradients in few bits: against a plain reference, the bound on what is kept, and a run that goes on from a file."""
+"""Gradients in few bits: against a plain reference, and the bound on what is kept."""
 
 import numpy as np
 import pytest
 
-import minigrad as mg
-from distributed import DistributedDataParallel
-from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.data_parallel.buckets import GradientBucketManager
-from distributed.data_parallel.compression import LARGEST, ErrorFeedback, WithState
-from minigrad.models import MLP
-from minigrad.optim import SGD, Optimizer
+from distributed.data_parallel.compression import LARGEST, ErrorFeedback
 
 QUANTUM = {"int8": 1 / 254, "float8_e4m3fn": 1 / 16, "float16": 2**-11, "bfloat16": 2**-8}  # of a slice's largest
 
@@ -54,13 +49,13 @@ def run_hook(comm, dtype, num_steps, gradient=gradient):
         manager.wait()
         results.append(manager.grad("w").copy())
         manager.params[0].hold = None
-    return results, hook
+    return results, hook.sent_bytes, hook.plain_bytes
 
 
 @pytest.mark.ranks(2, 3, 4)
 def test_int8_is_the_plain_reference_on_every_rank(ranks):
     wanted = int8_reference(ranks.size, 5)
-    for results, _ in ranks.run(lambda comm: run_hook(comm, "int8", 5)):
+    for results, *_ in ranks.run(lambda comm: run_hook(comm, "int8", 5)):
         np.testing.assert_allclose(results, wanted, rtol=1e-12, atol=1e-15)
 
 
@@ -74,62 +69,11 @@ def test_what_was_sent_differs_from_what_was_true_by_what_is_kept_alone(ranks, d
     error = abs(np.sum(results, axis=0) - true).max()
     largest = max(abs(np.array(results)).max(), 4.0)
     assert 0 < error < 2 * (ranks.size + 1) * QUANTUM[dtype] * largest
-    for others, hook in by_rank:
+    for others, sent_bytes, plain_bytes in by_rank:
         np.testing.assert_array_equal(others, results)
-        assert 0 < hook.sent_bytes < hook.plain_bytes
+        assert 0 < sent_bytes < plain_bytes
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_gradient_that_is_not_finite_arrives_as_such_and_is_not_kept(ranks):
-    def once(rank, step):
-        return np.full(7, np.inf if step == 0 and rank == 0 else 1.0)
-
-    for results, _ in ranks.run(lambda comm: run_hook(comm, "int8", 3, once)):
-        assert np.isnan(results[0]).all()
-        np.testing.assert_allclose(results[2], ranks.size, rtol=0.1)
-
-
-@pytest.mark.ranks(2, 3)
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_undisturbed_one(ranks, tmp_path):
-    def program(comm):
-        folder = comm.broadcast_object(tmp_path)  # each process of MPI has another one
-
-        def begin(name):
-            model, hook = MLP([4, 6, 3], seed=0), ErrorFeedback("int8")
-            ddp = DistributedDataParallel(model, comm, comm_hook=hook)
-            hook.attach(ddp.buckets)
-            optimizer = Optimizer(model.parameters(), SGD(0.1))
-            return model, ddp, optimizer, Checkpointer(folder / name, comm, WithState(model, hook), optimizer)
-
-        def train(model, ddp, optimizer, first, last):
-            for step in range(first, last):
-                x = np.random.default_rng([comm.rank, step]).standard_normal((5, 4)).astype(np.float32)
-                optimizer.zero_grad()
-                loss = mg.cross_entropy(model(x), np.arange(5) % 3)
-                mg.backward_with_hooks(loss, ddp.hooks(num_samples=5))
-                ddp.wait()
-                optimizer.step()
-
-        model, ddp, optimizer, checkpoints = begin("run")
-        train(model, ddp, optimizer, 0, 4)
-        checkpoints.save(4)
-        checkpoints.wait()
-        train(model, ddp, optimizer, 4, 8)
-        again, ddp, optimizer, checkpoints = begin("run")
-        assert checkpoints.load().step == 4
-        train(again, ddp, optimizer, 4, 8)
-        for name, value in model.state_dict().items():
-            np.testing.assert_array_equal(again.state_dict()[name], value, err_msg=name)
-
-    ranks.run(program)
-
-
-def test_what_is_no_format_and_a_hook_that_keeps_nothing_are_refused(ranks):
-    def program(comm):
-        with pytest.raises(ValueError, match=r"gradients can be sent as int8, .*, got 'int4'"):
-            ErrorFeedback("int4")
-        if comm.size > 1:
-            with pytest.raises(RuntimeError, match=r"call hook.attach\(ddp.buckets\) once before"):
-                ErrorFeedback("int8")(np.zeros(3), comm)
-
-    ranks.run(program)
+def test_what_is_no_format_is_refused():
+    with pytest.raises(ValueError, match=r"gradients can be sent as int8, .*, got 'int4'"):
+        ErrorFeedback("int4")

@@ -1,0 +1,125 @@
+"""Error feedback: comm hooks that send less than a gradient, and keep what they have not said for the next step.
+
+    own gradients + kept    --->    what is sent
+                                    what is not: kept
+
+Whatever is sent over some steps differs from the gradients of these steps by what is kept at the end alone, so nothing
+is lost for good. How little is sent is each hook's own: few bits (`compression.py`), few columns (`low_rank.py`), few
+numbers (`top_k.py`). What is kept belongs in a checkpoint: `WithState` says how it gets there.
+
+Source: Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from distributed.comm.communicator import Array, Communicator, Work
+from distributed.comm.sequence import MessageSteps, SequenceWork, Turn
+from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.protocols import HasTensors
+from minigrad.backend import xp_of
+from minigrad.flat import FlatRange
+from minigrad.nn import Buffer
+from minigrad.parameter import Parameter
+
+
+class FeedbackHook(ABC):
+    """A comm hook with a memory.
+
+        hook = ErrorFeedback("int8")
+        ddp = DistributedDataParallel(model, comm, comm_hook=hook)
+        hook.attach(ddp.buckets)
+        checkpoints = Checkpointer(folder, comm, WithState(model, hook), optimizer)
+
+    Where gradients are not finite, what arrives is not either, so that the step can be left out, and nothing of it is
+    kept.
+
+    Attributes:
+        sent_bytes, plain_bytes: what this rank has sent so far, and what allreduces of the gradients would have.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes = self.plain_bytes = 0
+        self._held: dict[int, tuple[FlatRange, list[Buffer]]] = {}  # by the place that a bucket has in memory for good
+        self._later: Communicator  # of the second message of a bucket
+        self._last_turn: Turn | None = None
+
+    def attach(self, manager: GradientBucketManager) -> None:
+        """Make what is kept of each bucket: once, before the first backward. Collective."""
+        self._later = manager.comm.duplicate()
+        for bucket in manager.buckets:
+            part = bucket.range
+            self._held[_place(part.grad)] = part, self._new_memory(part, manager.comm.rank, manager.comm.size)
+
+    def buffers(self) -> list[Buffer]:
+        """Return what this rank keeps. It is of this number of ranks, and no other layout can load it."""
+        return [buffer for _, kept in self._held.values() for buffer in kept]
+
+    def __call__(self, grad: Array, comm: Communicator) -> Work:
+        if comm.size == 1 or not grad.size:
+            return comm.allreduce(grad)
+        if _place(grad) not in self._held:
+            name = type(self).__name__
+            raise RuntimeError(f"{name} keeps what it does not send: call hook.attach(ddp.buckets) once before")
+        part, kept = self._held[_place(grad)]
+        self.plain_bytes += _allreduce_bytes(grad.nbytes, comm.size)
+        run = comm.sequence if xp_of(grad) is np else SequenceWork  # a thread of MPI's knows of no stream of a GPU
+        turn = self._last_turn = Turn(self._last_turn)
+        turn.sequence = run(self._steps(grad, part, kept, comm, turn))
+        return turn.sequence
+
+    @abstractmethod
+    def _new_memory(self, part: FlatRange, rank: int, size: int) -> list[Buffer]:
+        """Return what a bucket has, before the first step: what a rank has of its own, by a name of its own."""
+
+    @abstractmethod
+    def _steps(self, grad: Array, part: FlatRange, kept: list[Buffer], comm: Communicator, turn: Turn) -> MessageSteps:
+        """Put the sum over ranks into `grad`, about, and what is missing into `kept`.
+
+        Args:
+            grad: (n,) of a bucket.
+            comm: of the first message.
+            turn: comes before the second one, which goes through `self._later`.
+        """
+
+    def _count(self, message: Array, size: int) -> None:
+        """Count what an allreduce of this costs, or an all_to_all of this and an allgather of as much."""
+        self.sent_bytes += _allreduce_bytes(message.nbytes, size)
+
+
+def own_buffer(part: FlatRange, what: str, shape: tuple[int, ...], rank: int, size: int) -> Buffer:
+    """Return zeros that this rank alone keeps of a bucket."""
+    grad = part.grad
+    return Buffer(xp_of(grad).zeros(shape, grad.dtype), f"{part.params[0].name}.kept_{what}_{rank}_of_{size}")
+
+
+class HasBuffers(Protocol):
+    """A comm hook that keeps something, or `LocalSteps`."""
+
+    def buffers(self) -> Iterable[Buffer]: ...
+
+
+class WithState:
+    """A model together with what a comm hook keeps, for a Checkpointer: a run then goes on bit by bit."""
+
+    def __init__(self, model: HasTensors, hook: HasBuffers) -> None:
+        self._model, self._hook = model, hook
+
+    def parameters(self) -> Iterable[Parameter]:
+        return self._model.parameters()
+
+    def buffers(self) -> list[Buffer]:
+        return [*self._model.buffers(), *self._hook.buffers()]
+
+
+def _allreduce_bytes(num_bytes: int, size: int) -> int:
+    return 2 * num_bytes * (size - 1) // size
+
+
+def _place(grad: Any) -> int:
+    return int(grad.ctypes.data if xp_of(grad) is np else grad.data.ptr)
