@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeline.cli import flags
 from pipeline.schedules.csv_file import dump
+from pipeline.schedules.exact import check_solvable, shortest
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.search import MEASURES, PLACEMENTS, search_placements
 
@@ -41,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", choices=list(MEASURES), default="makespan", help=what)
     parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help="at most (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the random rules (default 0)")
+    what = "then ask a solver for the shortest order that there is, for S seconds at most (60); needs highspy"
+    parser.add_argument("--exact", type=flags.duration, nargs="?", const=60.0, metavar="S", help=what)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order, to draw, check and run")
 
 
@@ -62,11 +65,17 @@ def run(arguments: argparse.Namespace) -> None:
     )
     best, found = next(iter(results.items()))
     num_chunks, _ = PLACEMENTS[best]
+    orders, exact = found.orders, None
+    if arguments.exact is not None:
+        exact = shortest(found.problem, orders, measure=arguments.measure, seconds=arguments.exact)
+        orders = exact.orders
     if arguments.csv is not None:
-        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(found.orders), encoding="utf-8"))
+        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(orders), encoding="utf-8"))
     num_stages = num_chunks * arguments.ranks
     print(f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches")
     print(found.report())
+    if exact is not None:
+        print(exact.report())
     for name, other in results.items():
         if name != best:
             print(f"placement {name:18}{other.time:.6g}")
@@ -84,7 +93,7 @@ def _problem(arguments: argparse.Namespace, placement: str, given: dict[str, fla
     room = [most - always for most, always in zip(limit, static, strict=True)]
     if min(room) <= 0:
         raise ValueError(f"--memory must be more than --static, got {min(room):g} less")
-    return Problem.of(
+    problem = Problem.of(
         num_ranks=arguments.ranks,
         num_microbatches=arguments.microbatches,
         rank_of=rank_of,
@@ -97,3 +106,6 @@ def _problem(arguments: argparse.Namespace, placement: str, given: dict[str, fla
         deferred=of_stage(given["deferred"]),
         limit=room,
     )
+    if arguments.exact is not None:
+        check_solvable(problem, arguments.measure)
+    return problem

@@ -1,17 +1,16 @@
 """The search and its bounds, against published values and against all orders there are of small problems."""
 
 import random
-from functools import cache
-from itertools import product
 
 import pytest
+from all_orders import SMALL, random_problem, shortest_times
 from test_simulate import PUBLISHED
 
-from pipeline import BW, SCHEDULES, B, F, ScheduleError, W, check_deadlock_free, lower, validate
+from pipeline import BW, SCHEDULES, B, F, W, check_deadlock_free, lower, validate
 from pipeline.schedules.bound import lower_bounds
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.schedule import round_robin, v_shape
-from pipeline.schedules.search import MEASURES, search
+from pipeline.schedules.search import search
 
 # ZB-2p of the same tables, and the memory of a deferred weight half as a share of a micro-batch's activations.
 ZB_2P = (0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010, 0.0066, 0.0054, 0.0028, 0.0038, 0.0029, 0.0018)
@@ -60,69 +59,11 @@ def test_a_v_is_as_short_as_the_public_search_with_the_same_memory(p, k, bubble)
     assert max(found.timeline.peak_microbatches) <= k
 
 
-def all_orders(problem):
-    """Yield every way in which ranks can do their work: per micro-batch and stage, F before B before W."""
-
-    @cache
-    def interleaved(chains):
-        if not any(chains):
-            return [()]
-        return [
-            (chain[0], *rest)
-            for i, chain in enumerate(chains)
-            if chain
-            for rest in interleaved((*chains[:i], chain[1:], *chains[i + 1 :]))
-        ]
-
-    per_rank = [
-        interleaved(tuple((F(s, i), B(s, i), W(s, i)) for s in own for i in range(problem.num_microbatches)))
-        for own in problem.stages_of_rank
-    ]
-    yield from product(*per_rank)
-
-
-SMALL = [
-    (2, 2, 2, round_robin),
-    (3, 1, 3, round_robin),
-    (2, 1, 4, v_shape),
-    (2, 1, 4, round_robin),
-    (1, 2, 1, round_robin),
-]
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", SMALL, ids=lambda size: f"{size[0]}-{size[1]}-{size[2]}-{size[3].__name__}")
 def test_bounds_and_found_orders_against_all_that_there_are(size, seed):
-    num_ranks, num_microbatches, num_stages, rank_of = size
-    rng = random.Random(seed)
-    times = {
-        name: [rng.randint(1, 5) for _ in range(num_stages)]
-        for name in ("forward", "backward_input", "backward_weight")
-    }
-    held = {name: [rng.randint(1, 3) for _ in range(num_stages)] for name in ("activations", "deferred")}
-    least = max(
-        sum(max(held["activations"][s], held["deferred"][s]) for s in range(num_stages) if rank_of(s, num_ranks) == r)
-        for r in range(num_ranks)
-    )
-    problem = Problem.of(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        rank_of=rank_of,
-        num_stages=num_stages,
-        latency=[rng.choice([0, 1, 2]) for _ in range(num_stages - 1)],
-        limit=[least + rng.randint(0, 4) for _ in range(num_ranks)],
-        **times,
-        **held,
-    )
-    shortest = dict.fromkeys(MEASURES, float("inf"))
-    for orders in all_orders(problem):
-        try:
-            timeline = problem.simulate(orders)
-        except ScheduleError:  # the ranks wait for each other
-            continue
-        if problem.fits(timeline):
-            shortest = {name: min(time, MEASURES[name](timeline)) for name, time in shortest.items()}
-    for measure, time in shortest.items():
+    problem = random_problem(*size, random.Random(seed))
+    for measure, time in shortest_times(problem).items():
         found = search(problem, measure=measure, num_tries=300, seconds=60, seed=seed)
         assert max(bound.time for bound in lower_bounds(problem, span=measure == "span")) <= time + 1e-6
         assert found.time == pytest.approx(time), measure
