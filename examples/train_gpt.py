@@ -36,10 +36,12 @@ from distributed.data_parallel.top_k import TopK
 from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, to_host, use_gpu
-from minigrad.lr_schedule import warmup_cosine
+from minigrad.lr_schedule import scaled, warmup_cosine
 from minigrad.models import gpt
-from minigrad.muon import Muon
-from minigrad.optim import AdamW
+from minigrad.muon import Muon, is_hidden_matrix
+from minigrad.optim import AdamW, Rule
+from minigrad.param_groups import Group, Groups
+from minigrad.parameter import Parameter
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
@@ -89,7 +91,7 @@ def main() -> None:
         bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
         comm_hook=hook or allreduce,
         zero=settings.zero,
-        whole=rule.chooses if isinstance(rule, Muon) else None,
+        whole=is_hidden_matrix if settings.optimizer == "muon" else None,
         sums="exact" if settings.exact else "plain",
         check_every=settings.check_every,
         recorder=pipe.recorder,
@@ -158,11 +160,23 @@ def learning_rate(settings: TrainSettings) -> Callable[[int], float]:
     )
 
 
-def rule_of(settings: TrainSettings) -> AdamW | Muon:
-    """Return how weights change; Muon's learning rate follows that of AdamW, `MUON_RATE` times as high."""
-    lr = learning_rate(settings)
+def rule_of(settings: TrainSettings) -> Rule:
+    """Return how weights change, those of each layer with its own learning rate."""
+    rule = scaled_rule(settings, 1.0)
+    groups = [Group(is_of(layer), scaled_rule(settings, scale)) for layer, scale in settings.lr_scales.items()]
+    return Groups(rule, *groups) if groups else rule
+
+
+def scaled_rule(settings: TrainSettings, scale: float) -> Rule:
+    """Return the rule of some layers; Muon's learning rate follows that of AdamW, `MUON_RATE` times as high."""
+    lr = scaled(learning_rate(settings), scale)
     adamw = AdamW(lr, betas=(settings.beta1, settings.beta2), weight_decay=settings.weight_decay)
-    return adamw if settings.optimizer == "adamw" else Muon(lambda step: MUON_RATE * lr(step), others=adamw)
+    return adamw if settings.optimizer == "adamw" else Muon(scaled(lr, MUON_RATE), others=adamw)
+
+
+def is_of(layer: str) -> Callable[[Parameter], bool]:
+    """Return what says whether a parameter is one of a layer, by its name."""
+    return lambda p: p.name.startswith(f"{layer}.")
 
 
 def comm_hook_of(settings: TrainSettings) -> FeedbackHook | None:

@@ -129,10 +129,12 @@ MODULE = {
     "dtype": "p.dtype of a parameter",
 }
 
+GROUPS = "minigrad.param_groups.Groups(rule_of_others, Group(params, rule), ...)"
+
 # Attributes of an optimizer.
 OPTIMIZER = {
-    "param_groups": "optimizer.params and optimizer.rule; a learning rate may be a function of the step",
-    "add_param_group": "optim.Optimizer(params, rule) with all of them",
+    "param_groups": f"optimizer.params and optimizer.rule, which may be {GROUPS}",
+    "add_param_group": f"optim.Optimizer(params, rule) with all of them, the rule being {GROUPS}",
     "state": "dict(optimizer.state_arrays())",
     "state_dict": "dict(optimizer.state_arrays()), or distributed.checkpoint.Checkpointer for a run",
     "load_state_dict": "distributed.checkpoint.Checkpointer for a run",
@@ -206,6 +208,7 @@ PACKAGES = {
     "minigrad.optim": {
         "lr_scheduler": "AdamW(lr=lr_schedule.warmup_cosine(...)): a rule takes a function of the step",
         "Muon": "minigrad.muon.Muon, a rule in a file of its own",
+        "Groups": GROUPS,
         "RMSprop": "a rule of your own, with init and update: see optim.Rule",
         "Adagrad": "a rule of your own, with init and update: see optim.Rule",
     },

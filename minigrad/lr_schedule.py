@@ -35,3 +35,8 @@ def warmup_cosine(
         return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
 
     return lr
+
+
+def scaled(lr: float | Callable[[int], float], factor: float) -> float | Callable[[int], float]:
+    """Return a learning rate, a number or a function of the step, times a factor: of a group of parameters."""
+    return (lambda step: factor * lr(step)) if callable(lr) else factor * lr

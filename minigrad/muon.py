@@ -16,7 +16,7 @@ from itertools import groupby
 
 from minigrad.backend import Array, widened, xp_of
 from minigrad.flat import FlatRange
-from minigrad.optim import AdamW, LearningRate, Rule, TakesALearningRate
+from minigrad.optim import AdamW, DividingRule, LearningRate, Rule, TakesALearningRate
 from minigrad.parameter import Parameter
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x -> a x + b x^3 + c x^5, steep at 0; singular values end in 0.7 to 1.2
@@ -46,7 +46,7 @@ def orthogonalized(g: Array, *, num_iterations: int = 5) -> Array:
 
 
 @dataclass(frozen=True)
-class Muon(TakesALearningRate):
+class Muon(TakesALearningRate, DividingRule):
     """v += (1 - momentum)(g - v); w -= lr (s orthogonalized(g + momentum (v - g)) + weight_decay w).
 
     s = sqrt(max(1, outputs / inputs)) of a (inputs, outputs) matrix.
@@ -93,12 +93,6 @@ class Muon(TakesALearningRate):
                 if p.start < part.start or part.stop < p.stop:
                     raise ValueError(f"Muon needs whole matrices, but {p.label} is cut: see whole= of the shards")
                 yield FlatRange.over((p,)), MatrixRule(self, (p.shape[0], p.shape[1]))
-
-    def init(self, data: Array) -> dict[str, Array]:
-        raise TypeError("Muon trains matrices of parameters: give it to an Optimizer, which divides the memory")
-
-    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
-        raise TypeError("Muon trains matrices of parameters: give it to an Optimizer, which divides the memory")
 
 
 @dataclass(frozen=True)

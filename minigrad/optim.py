@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -25,6 +25,7 @@ if not TYPE_CHECKING:  # a type checker knows what is there
     __getattr__ = habits.missing_name(__name__)
 
 FROZEN = 2  # a kind of parameter to a whole step on a GPU; 1: with weight decay, 0: without
+_DIVIDES = "tells parameters apart: give it to an Optimizer, which divides the memory"
 LearningRate = float | Callable[[int], float]
 
 
@@ -54,9 +55,11 @@ class TakesALearningRate:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         lr = args[0] if args else kwargs.get("lr", 0.0)
         if not callable(lr) and not isinstance(lr, (int, float, np.number)):
+            has_groups = isinstance(lr, (list, tuple)) and isinstance((*lr, None)[0], dict)
+            way = habits.GROUPS if has_groups else f"Optimizer(parameters, {cls.__name__}(lr=...))"
             raise TypeError(
                 f"{cls.__name__} takes a learning rate, a number or a function of the step, got {type(lr).__name__}; "
-                f"parameters belong to the optimizer: write Optimizer(parameters, {cls.__name__}(lr=...))"
+                f"parameters belong to the optimizer: write {way}"
             )
         return super().__new__(cls)
 
@@ -136,14 +139,24 @@ def _at(lr: LearningRate, step: int) -> float:
     return lr(step) if callable(lr) else lr
 
 
-def _divided(part: FlatRange, rule: Rule) -> list[Piece]:
-    """Return what rules update a part of the memory, with new states."""
-    divided = rule.divide(part) if isinstance(rule, DividingRule) else [(part, rule)]
-    return [Piece(piece, own, own.init(piece.data)) for piece, own in divided]
+def divided(part: FlatRange, rule: Rule) -> Iterator[tuple[FlatRange, Rule]]:
+    """Cut a part of the memory into what one rule each updates."""
+    if isinstance(rule, DividingRule):
+        for own_part, own in rule.divide(part):
+            yield from divided(own_part, own)
+    else:
+        yield part, rule
 
 
 def _zeros(data: Array) -> Array:
     return xp_of(data).zeros_like(widened(data[:0]), shape=data.shape)
+
+
+def _checked(params: Iterable[Parameter]) -> Iterator[Parameter]:
+    for p in params:
+        if isinstance(p, dict):
+            raise TypeError(f"Optimizer takes parameters, got a dict; groups are the rule's: write {habits.GROUPS}")
+        yield p
 
 
 def is_matrix(p: Parameter) -> bool:
@@ -151,11 +164,25 @@ def is_matrix(p: Parameter) -> bool:
     return p.ndim >= 2
 
 
-@runtime_checkable
-class DividingRule(Rule, Protocol):
-    """A rule that is several: it says which part of the memory each is for (`muon.py`)."""
+class DividingRule:
+    """A rule that is several: it says which part of the memory each is for (`Groups`, `Muon`)."""
 
-    def divide(self, part: FlatRange) -> Iterable[tuple[FlatRange, Rule]]: ...
+    @property
+    def lr(self) -> LearningRate:
+        raise NotImplementedError
+
+    def divide(self, part: FlatRange) -> Iterable[tuple[FlatRange, Rule]]:
+        """Cut a range of memory into parts, each with its rule, which may divide it further."""
+        raise NotImplementedError
+
+    def check(self, params: Sequence[Parameter]) -> None:
+        """Raise ValueError if it does not fit all parameters of an optimizer, of which `divide` may see a share."""
+
+    def init(self, data: Array) -> dict[str, Array]:
+        raise TypeError(f"{type(self).__name__} {_DIVIDES}")
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        raise TypeError(f"{type(self).__name__} {_DIVIDES}")
 
 
 class Piece(NamedTuple):
@@ -171,7 +198,7 @@ class Optimizer:
 
     Args:
         params: distinct parameters in model order; those without an owner get a FlatBuffer.
-        rule: SGD, AdamW, Muon or your own `Rule`.
+        rule: SGD, AdamW, Muon, your own `Rule`, or `Groups` of several.
         decays: which parameters weight decay applies to; by default those with two or more axes.
         max_norm: clip by the norm of all gradients of `params` in each step; None: by nothing. On a GPU this waits for
             nothing, as `clip_by_global_norm` would.
@@ -196,7 +223,9 @@ class Optimizer:
     ) -> None:
         if not hasattr(rule, "update"):
             raise TypeError(f"Optimizer takes a rule, such as SGD(lr=0.1), got {type(rule).__name__}")
-        self.params = list(dict.fromkeys(params))
+        self.params = list(dict.fromkeys(_checked(params)))
+        if isinstance(rule, DividingRule):
+            rule.check(self.params)
         if max_norm is not None:
             check_max_norm(max_norm)
             _check_whole(self.params)
@@ -207,7 +236,9 @@ class Optimizer:
         self.is_captured = False
         adopted = FlatBuffer.adopt(self.params)
         self._parts = list(adopted if parts is None else parts)
-        self._pieces = {part: _divided(part, rule) for part in self._parts}
+        self._pieces = {
+            part: [Piece(own, each, each.init(own.data)) for own, each in divided(part, rule)] for part in self._parts
+        }
         self._norm = 0.0
         self._whole_step = self._new_whole_step()
 

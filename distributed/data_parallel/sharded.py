@@ -38,7 +38,7 @@ from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
 from minigrad.backend import xp_of
 from minigrad.flat import FlatRange, TensorSlice, slices_in
-from minigrad.optim import DividingRule, Optimizer, Rule, clip_arrays, is_matrix, norm_of
+from minigrad.optim import Optimizer, Rule, clip_arrays, divided, is_matrix, norm_of
 from minigrad.parameter import Hold, Parameter, check_usable
 
 IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
@@ -148,9 +148,8 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, buckets: ShardedBuckets, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> None:
-        if isinstance(rule, DividingRule):
-            for shard in (shard for by_rank in buckets.shards_by_rank for shard in by_rank):
-                list(rule.divide(shard))  # what it refuses, it refuses on every rank
+        for shard in (shard for by_rank in buckets.shards_by_rank for shard in by_rank):
+            list(divided(shard, rule))  # what a rule refuses, it refuses on every rank
         super().__init__(buckets.params, rule, decays=decays, parts=buckets.shards)
         # In half precision what is trained is here, in shards, and the parameters have the copy that ops see.
         self._masters = [part.data.copy() if part.copy is not None else None for part in buckets.shards]

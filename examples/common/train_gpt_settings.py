@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class EvaluationSettings(RunSettings):
 
 
 @dataclass(frozen=True)
-class OptimizerSettings(RunSettings):
+class OptimizerSettings(GPTSettings):
     """Settings of how weights change."""
 
     optimizer: str = flag(
@@ -63,6 +64,12 @@ class OptimizerSettings(RunSettings):
         "P",
         bounds=Bounds(at_least=0, at_most=1),
     )
+    lr_scale: str | None = flag(
+        None,
+        "layers whose learning rate is --lr times a factor of their own, such as embed=0.1,block0=0.5,head=10; 0 keeps "
+        "one as it is",
+        "LAYER=FACTOR,...",
+    )
     clip: float = flag(1.0, "norm that gradients are clipped to; 0 never clips", "NORM", bounds=NOT_NEGATIVE)
     beta1: float = flag(0.9, "share of adamw's mean of gradients that stays in a step", "P", bounds=SHARE)
     beta2: float = flag(0.99, "share of adamw's mean of their squares that stays in a step", "P", bounds=SHARE)
@@ -71,9 +78,39 @@ class OptimizerSettings(RunSettings):
     def num_warmup_steps(self) -> int:
         return min(100, self.steps // 10) if self.warmup == -1 else self.warmup
 
+    @property
+    def lr_scales(self) -> dict[str, float]:
+        """What --lr is multiplied by, of layers that are named.
+
+        Raises:
+            ValueError: a part is no name of a layer and a number of at least 0.
+        """
+        names = ["embed", *(f"block{i}" for i in range(self.layers)), "head"]
+        scales = {}
+        for part in self.lr_scale.split(",") if self.lr_scale is not None else []:
+            name, _, factor = part.strip().partition("=")
+            if name not in names or not _is_scale(factor):
+                layers = f"of embed, block0 to block{self.layers - 1} and head"
+                raise ValueError(f"--lr-scale must be LAYER=FACTOR,... {layers}, factors from 0, got {part!r}")
+            if name in scales:
+                raise ValueError(f"--lr-scale must name each layer once, got {self.lr_scale!r}")
+            scales[name] = float(factor)
+        return scales
+
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
+        try:
+            _ = self.lr_scales
+        except ValueError as fault:
+            yield False, str(fault)
         yield self.warmup <= self.steps, f"--warmup must be at most --steps, got {self.warmup} and {self.steps}"
+
+
+def _is_scale(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)

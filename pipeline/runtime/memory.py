@@ -22,7 +22,7 @@ from minigrad import rng
 from minigrad.backend import Array
 from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter
-from minigrad.optim import Rule
+from minigrad.optim import Optimizer, Rule
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
 from pipeline.runtime.boundary import Bundle
@@ -166,7 +166,7 @@ def _static(params: Sequence[Parameter], rule: Rule | None) -> tuple[int, int, i
     weights = sum(p.data.nbytes for p in params)
     trained = [p for p in params if p.requires_grad]
     gradients = sum(p.grad_view().nbytes for p in trained)
-    state = 0 if rule is None else sum(array.nbytes for p in trained for array in rule.init(p.data).values())
+    state = 0 if rule is None else sum(array.nbytes for _, array in Optimizer(trained, rule).state_arrays())
     return weights, gradients, state
 
 

@@ -14,6 +14,7 @@ from distributed.data_parallel.shards import gather_shards, reduce_to_shards
 from minigrad import nn, optim, rng
 from minigrad.models import gpt
 from minigrad.muon import Muon, is_hidden_matrix
+from minigrad.param_groups import Group, Groups
 from minigrad.precision import use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
@@ -24,6 +25,11 @@ RULES = {
     "momentum": optim.SGD(lambda step: 0.3 / (1 + step), momentum=0.9, weight_decay=0.1),
     "adamw": optim.AdamW(0.01),
     "muon": Muon(0.02, others=optim.AdamW(0.01)),
+    "groups": Groups(
+        optim.AdamW(0.01),
+        Group(lambda p: p.name.startswith("embed."), optim.AdamW(lambda step: 0.02 / (1 + step), weight_decay=0.0)),
+        Group(lambda p: p.name.endswith(".bias"), optim.SGD(0.3, momentum=0.9)),
+    ),
 }
 LEVELS = (1, 2)
 deterministic = pytest.mark.ranks(2, 3)

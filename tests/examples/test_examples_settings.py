@@ -63,6 +63,7 @@ def test_each_flag_sets_its_field() -> None:
     assert unchanged == {
         "resume",
         "init_from",
+        "lr_scale",
         "dp",
         "pp",
         "compress",
@@ -106,6 +107,16 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
             1,
             "--init-from begins a run and --resume goes on with one, got a and auto",
         ),
+        *[
+            (
+                {"lr_scale": scale},
+                1,
+                "--lr-scale must be LAYER=FACTOR,... of embed, block0 to block3 and head, factors from 0, "
+                f"got {scale.split(',')[-1]!r}",
+            )
+            for scale in ("", "tail=1", "embed", "embed=-1", "embed=nan", "head=2,block4=1", "block0=x")
+        ],
+        ({"lr_scale": "head=1,head=2"}, 1, "--lr-scale must name each layer once, got 'head=1,head=2'"),
         ({"heads": 3}, 1, "--width must be a multiple of --heads, got 128 and 3"),
         ({"dropout": 1.0}, 1, "--dropout must be below 1, got 1.0"),
         ({"dropout": -0.1}, 1, "--dropout must be at least 0, got -0.1"),

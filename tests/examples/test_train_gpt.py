@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from distributed import Communicator, LocalWorld, Mesh
 from pipeline import SCHEDULES
 
 SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
-TINY = f"{SIZES} --dropout 0.1 --dtype float64".split(" ")
+TINY = f"{SIZES} --dropout 0.1 --dtype float64 --lr-scale embed=0.5,head=2".split(" ")
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 
 
@@ -146,7 +147,7 @@ def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
 @needs_mpirun
 def test_the_numbers_are_what_they_were(tiny: list[str], tmp_path: Path) -> None:
     """Every layout could leave out the same thing: clipping, a fresh dropout mask each step, a window's weight."""
-    flags = shlex.split("--dp 2 --lr 0.03 --run here --bucket-mb 0.01 --check-every 2")
+    flags = shlex.split("--dp 2 --lr 0.03 --lr-scale embed=1 --run here --bucket-mb 0.01 --check-every 2")
     result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
@@ -192,6 +193,9 @@ def test_the_learning_rate_and_the_rule_are_as_the_flags_say() -> None:
     assert rates == pytest.approx([0.25, 1.0, 0.5])
     rule = train_gpt.rule_of(settings)
     assert (rule.betas, rule.weight_decay) == ((0.8, 0.7), 0.3)
+    groups = train_gpt.rule_of(replace(settings, lr_scale="embed=0.5, block1=0", optimizer="muon"))
+    assert [group.rule.others.lr(3) for group in groups.groups] == [0.5, 0]
+    assert [rule.lr(3) for rule in (groups.others, *(group.rule for group in groups.groups))] == [6.0, 3.0, 0]
     assert train_gpt.learning_rate(TrainSettings(steps=20, lr_end=1.0))(19) == 3e-3
 
 

@@ -15,6 +15,7 @@ import distributed.data
 import minigrad as mg
 import minigrad.cuda_graph
 from minigrad import nn, optim
+from minigrad.param_groups import Group, Groups
 
 PAGE = (ROOT / "docs" / "from-pytorch.md").read_text()
 EVERYWHERE = {"mg", "np", "nn", "optim", "x", "y"}  # words that say nothing about the way
@@ -42,6 +43,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     x = mg.Tensor(np.arange(1.0, 7.0).reshape(2, 3), requires_grad=True)
     return {
         "F": mg,
+        "Group": Group,
+        "Groups": Groups,
         "comm": distributed.world(),
         "distributed": distributed,
         "ids": np.array([0, 2]),

@@ -16,9 +16,11 @@ from op_table import Row, is_array, is_float
 
 import minigrad as mg
 from minigrad import ops
+from minigrad.lr_schedule import scaled
 from minigrad.models import GPT, GPTConfig
 from minigrad.muon import Muon
-from minigrad.optim import AdamW, Optimizer
+from minigrad.optim import SGD, AdamW, Optimizer
+from minigrad.param_groups import Group, Groups
 
 pytestmark = pytest.mark.peers
 
@@ -147,3 +149,50 @@ def test_muon_steps_as_pytorchs(torch: ModuleType, shape: tuple[int, int]) -> No
         peer_optimizer.step()
         # PyTorch makes its products in bfloat16: 3 digits of a change of about 0.1 / sqrt(16).
         np.testing.assert_allclose(w.data, peer.detach().numpy().T, atol=3e-3)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_groups_step_as_pytorchs(torch: ModuleType, name: str) -> None:
+    """Each group has its own learning rate and weight decay, and one schedule scales them all."""
+    model, _ = same_gpts(torch, np.float64)
+    own_names = dict(model.named_parameters())
+    kinds = {"SGD": (SGD, {"momentum": 0.9}), "AdamW": (AdamW, {"betas": (0.8, 0.95)})}
+    kind, options = kinds[name]
+    lr = 0.01
+
+    def decay(step: int) -> float:
+        return 0.5**step
+
+    rule = Groups(
+        kind(scaled(decay, lr), weight_decay=0.1, **options),
+        Group(model.layers[0].parameters(), kind(scaled(decay, 10 * lr), weight_decay=0.0, **options)),
+        Group(lambda p: p.ndim < 2, kind(scaled(decay, 0.1 * lr), weight_decay=0.3, **options)),
+    )
+    optimizer = Optimizer(model.parameters(), rule, decays=lambda p: True)
+    theirs = {key: torch.nn.Parameter(torch.tensor(p.data.copy())) for key, p in own_names.items()}
+    embed = [p for key, p in theirs.items() if key.startswith("embed.")]
+    small = [p for key, p in theirs.items() if not key.startswith("embed.") and p.ndim < 2]
+    rest = [p for key, p in theirs.items() if not key.startswith("embed.") and p.ndim >= 2]
+    assert embed
+    assert small
+    assert rest
+    peer_optimizer = getattr(torch.optim, name)(
+        [
+            {"params": rest, "lr": lr, "weight_decay": 0.1},
+            {"params": embed, "lr": 10 * lr, "weight_decay": 0.0},
+            {"params": small, "lr": 0.1 * lr, "weight_decay": 0.3},
+        ],
+        **({"lr": lr} | options),
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(peer_optimizer, decay)
+    generator = np.random.default_rng(0)
+    for _ in range(5):
+        for key, p in own_names.items():
+            p.grad = generator.standard_normal(p.shape)
+            theirs[key].grad = torch.tensor(np.array(p.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+        peer_optimizer.step()
+        schedule.step()
+    for key, p in own_names.items():
+        np.testing.assert_allclose(p.data, theirs[key].detach().numpy(), rtol=1e-12, atol=1e-14, err_msg=key)
