@@ -18,6 +18,7 @@ from distributed.data_parallel.batch_norm import SyncBatchNorm
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.data_parallel.exact import weights_sha256
+from distributed.data_parallel.pipeline_trainer import PipelineTrainer
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.data_parallel.trainer import (
     BucketedTrainer,
@@ -35,6 +36,7 @@ __all__ = [
     "GradientBucketManager",
     "LocalWorld",
     "Mesh",
+    "PipelineTrainer",
     "ReduceOp",
     "SimpleTrainer",
     "SoloCommunicator",

@@ -1,11 +1,20 @@
-"""Trainers: one training step in one call. They differ in when gradients are reduced, and in nothing else."""
+"""Trainers: one training step in one call. They differ in what computes gradients, and in when these are reduced.
+
+    SimpleTrainer        one process
+    DistributedTrainer   replicas, which reduce after the backward
+    BucketedTrainer      replicas, which reduce inside it
+    PipelineTrainer      replicas of a pipeline, likewise: see `pipeline_trainer.py`
+
+Accumulation, clipping, skipped steps and metrics are the same in all of them, and so is a step from gradients that
+something else has computed.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,14 +23,14 @@ import numpy as np
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.solo import SoloCommunicator
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
-from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.data_parallel.ddp import DistributedDataParallel, HasParameters
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.trace.recorder import Recorder
 from minigrad.backprop import backward_with_grad, reached_parameters
 from minigrad.hooks import Hooks
 from minigrad.nn import Module
-from minigrad.optim import AdamW, LearningRate, Optimizer
+from minigrad.optim import AdamW, LearningRate, Rule
 from minigrad.parameter import Parameter
 from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
 from minigrad.tensor import Tensor
@@ -32,8 +41,9 @@ class TrainingConfig:
     """How to step.
 
     Attributes:
-        learning_rate: a number, or a function of the step.
+        learning_rate: of AdamW: a number, or a function of the step.
         weight_decay: of AdamW, on weights with two or more axes.
+        rule: how weights change, in place of that AdamW.
         grad_accum_steps: losses whose gradients are averaged for one step; each weighs by its number of samples.
         max_grad_norm: gradients are clipped to this global norm; infinity does not clip.
         max_skipped_in_a_row: steps that are not finite and may be left out one after the other: see `StepGuard`.
@@ -43,6 +53,7 @@ class TrainingConfig:
 
     learning_rate: LearningRate = 3e-4
     weight_decay: float = 0.01
+    rule: Rule | None = None
     grad_accum_steps: int = 1
     max_grad_norm: float = math.inf
     max_skipped_in_a_row: int = MAX_SKIPPED_IN_A_ROW
@@ -93,7 +104,7 @@ class _Accumulated:
     num_tokens: int = 0
 
 
-class Trainer(ABC):
+class Trainer:
     """A model, its replicas and its optimizer. Making one is collective.
 
         for x, y in batches:
@@ -107,9 +118,10 @@ class Trainer(ABC):
     `DistributedDataParallel.cancel`.
 
     Args:
-        model: trained in place with AdamW.
+        model: trained in place.
         comm: the ranks that hold replicas.
-        bucket_bytes, comm_hook, check_every: see `DistributedDataParallel`.
+        bucket_bytes, comm_hook, check_every, zero, whole: see `DistributedDataParallel`.
+        recorder: of the pipeline that the model is in.
 
     Attributes:
         global_step: number of steps so far, skipped ones too.
@@ -117,24 +129,35 @@ class Trainer(ABC):
 
     def __init__(
         self,
-        model: Module,
+        model: HasParameters,
         comm: Communicator,
         config: TrainingConfig,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook = allreduce,
         check_every: int = 0,
+        zero: int = 0,
+        whole: Callable[[Parameter], bool] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.config = config
         self.ddp = DistributedDataParallel(
-            model, comm, bucket_bytes=bucket_bytes, comm_hook=comm_hook, check_every=check_every
+            model,
+            comm,
+            bucket_bytes=bucket_bytes,
+            comm_hook=comm_hook,
+            check_every=check_every,
+            zero=zero,
+            whole=whole,
+            recorder=recorder,
         )
-        rule = AdamW(config.learning_rate, weight_decay=config.weight_decay)
-        self.optimizer = Optimizer(model.parameters(), rule)
+        rule = config.rule or AdamW(config.learning_rate, weight_decay=config.weight_decay)
+        self.optimizer = self.ddp.optimizer(rule)
         self.global_step = 0
         self.guard = StepGuard(config.max_skipped_in_a_row)
         self._open = _Accumulated()
         self._last_end = time.perf_counter()
+        self._is_whole_step = recorder is None  # or the pipeline says what is computed
 
     @property
     def num_buckets(self) -> int:
@@ -159,37 +182,42 @@ class Trainer(ABC):
         """Overwrite the parameters of every rank with rank 0's, for example after loading them there. Collective."""
         broadcast_params(self.ddp.params, self.ddp.comm)
 
-    def backward_and_step(
-        self, loss: Tensor, *, num_samples: int = 1, weight: float | None = None, num_tokens: int = 0
+    def step_from_gradients(
+        self,
+        gradients: Mapping[str, Array],
+        *,
+        loss: float,
+        num_samples: int = 1,
+        weight: float | None = None,
+        num_tokens: int = 0,
     ) -> TrainingMetrics | None:
-        """Compute gradients; at the last loss of a step average them over ranks, clip and update.
-
-        Collective at the last loss of a step.
+        """Take gradients that something else has computed for those of one loss, and go on as `backward_and_step`.
 
         Args:
-            loss: the mean over this rank's samples, or over `weight` things.
-            num_samples: how many they are: ranks and accumulated losses weigh by it. Equal by default.
-            weight: what they weigh by instead, such as the number of tokens whose target counts.
-            num_tokens: for the speed.
-        Returns:
-            None while gradients are accumulated.
+            gradients: of the mean loss over this rank's samples, by name of the parameter; zeros where there is none.
+                In a pipeline those of this rank's stages: of a parameter on several of them the sum, on each.
+            loss: that mean.
+            num_samples, weight, num_tokens: see `backward_and_step`.
         Raises:
-            ValueError: num_samples is below 1, or weight is not above 0 and finite.
-            FloatingPointError: too many steps in a row were not finite; the same on every rank.
+            ValueError: a name is of no parameter, or a gradient has another shape; nothing has been added then. Or as
+                in `backward_and_step`.
         """
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        weight = num_samples if weight is None else weight
-        if not 0 < weight < math.inf:
-            raise ValueError(f"weight must be above 0 and finite, got {weight}")
-        with self._given_up_on_error():
-            if self.num_accumulated + 1 < self.config.grad_accum_steps:
-                with self.recorder.span("compute", "backward"):
-                    backward_with_grad(loss, self._add(loss, num_samples, weight, num_tokens))
-                return None
-            factor = self._add(loss, num_samples, weight, num_tokens)
-            self._reduce(loss, factor, self.ddp.hooks_for(self._count(), mean_over=self._open.weights[0]))
-            return self._step()
+        params = {p.name: p for p in self.ddp.params}
+        for name, gradient in gradients.items():
+            if name not in params:
+                raise ValueError(f"there is no parameter {name!r} to take a gradient for")
+            if tuple(gradient.shape) != params[name].shape:
+                raise ValueError(f"the gradient of {name!r} must be {params[name].shape}, got {tuple(gradient.shape)}")
+
+        def add(factor: float, hooks: Hooks | None) -> float:
+            for name, gradient in gradients.items():
+                before = params[name].grad
+                params[name].grad = factor * gradient if before is None else before + factor * gradient
+            if hooks is not None:
+                _mark_ready([p for p in self.ddp.params if p.has_grad], hooks)
+            return loss
+
+        return self._take(add, num_samples, weight, num_tokens)
 
     def end_step(self) -> TrainingMetrics | None:
         """Step with the losses accumulated so far, as at the end of an epoch, where the last group may not be full.
@@ -218,14 +246,33 @@ class Trainer(ABC):
         self.optimizer.zero_grad()
         self._open = _Accumulated()
 
-    def _add(self, loss: Tensor, num_samples: int, weight: float, num_tokens: int) -> float:
-        """Take a loss into the step; return its factor: the first loss has 1, so that a single one is not scaled."""
+    def _take(
+        self,
+        contribute: Callable[[float, Hooks | None], float],
+        num_samples: int,
+        weight: float | None,
+        num_tokens: int,
+    ) -> TrainingMetrics | None:
+        """Take a loss into the step, and step if it is the last one.
+
+        Args:
+            contribute: adds the loss's gradients times a factor, which for the first loss is 1, so that a single one is
+                not scaled; with hooks, reduces them all. Returns the loss.
+        """
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        weight = num_samples if weight is None else weight
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight must be above 0 and finite, got {weight}")
         step = self._open
-        step.weights.append(weight)
-        step.loss_sum += loss.item() * weight
-        step.num_samples += num_samples
-        step.num_tokens += num_tokens
-        return weight / step.weights[0]
+        with self._given_up_on_error():
+            step.weights.append(weight)
+            step.num_samples += num_samples
+            step.num_tokens += num_tokens
+            is_last = len(step.weights) == self.config.grad_accum_steps
+            hooks = self.ddp.hooks_for(self._count(), mean_over=step.weights[0]) if is_last else None
+            step.loss_sum += contribute(weight / step.weights[0], hooks) * weight
+            return self._step() if is_last else None
 
     def _count(self) -> Array:
         return self.ddp.count_samples(self._open.num_samples, sum(self._open.weights))
@@ -249,7 +296,8 @@ class Trainer(ABC):
         self.global_step += 1
         self._open = _Accumulated()
         self._last_end = now
-        self.recorder.enter("compute", "forward")  # of the next step
+        if self._is_whole_step:
+            self.recorder.enter("compute", "forward")  # of the next step
         return metrics
 
     @contextmanager
@@ -262,10 +310,6 @@ class Trainer(ABC):
                 self.cancel()
             raise
 
-    @abstractmethod
-    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
-        """Run the backward of the loss times `factor`, and launch every bucket."""
-
 
 def _mark_ready(params: Sequence[Parameter], hooks: Hooks) -> None:
     """Reduce gradients that are all there already."""
@@ -276,7 +320,45 @@ def _mark_ready(params: Sequence[Parameter], hooks: Hooks) -> None:
         hooks.on_grad_ready(p)
 
 
-class DistributedTrainer(Trainer):
+class LossTrainer(Trainer, ABC):
+    """Trains from losses that the caller has computed, of a model that is whole on each rank."""
+
+    def backward_and_step(
+        self, loss: Tensor, *, num_samples: int = 1, weight: float | None = None, num_tokens: int = 0
+    ) -> TrainingMetrics | None:
+        """Compute gradients; at the last loss of a step average them over ranks, clip and update.
+
+        Collective at the last loss of a step.
+
+        Args:
+            loss: the mean over this rank's samples, or over `weight` things.
+            num_samples: how many they are: ranks and accumulated losses weigh by it. Equal by default.
+            weight: what they weigh by instead, such as the number of tokens whose target counts.
+            num_tokens: for the speed.
+        Returns:
+            None while gradients are accumulated.
+        Raises:
+            ValueError: num_samples is below 1, or weight is not above 0 and finite.
+            FloatingPointError: too many steps in a row were not finite; the same on every rank.
+        """
+
+        def contribute(factor: float, hooks: Hooks | None) -> float:
+            value = loss.item()
+            if hooks is None:
+                with self.recorder.span("compute", "backward"):
+                    backward_with_grad(loss, factor)
+            else:
+                self._reduce(loss, factor, hooks)
+            return value
+
+        return self._take(contribute, num_samples, weight, num_tokens)
+
+    @abstractmethod
+    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
+        """Run the backward of the loss times `factor`, and launch every bucket."""
+
+
+class DistributedTrainer(LossTrainer):
     """Reduces after the backward: nothing overlaps. The plain form, to measure the other against."""
 
     def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
@@ -287,7 +369,7 @@ class DistributedTrainer(Trainer):
             _mark_ready(reached, hooks)
 
 
-class BucketedTrainer(Trainer):
+class BucketedTrainer(LossTrainer):
     """Reduces inside the backward: each bucket travels while the rest computes."""
 
     def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
