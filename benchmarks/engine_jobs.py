@@ -55,7 +55,7 @@ def minigrad_step(size: str, *, exact: bool = False, recompute: bool = False) ->
     from minigrad.optim import AdamW, Optimizer
 
     if exact:  # a choice that the model does not offer, in a process that has no other model
-        gpt.gelu = partial(mg.gelu, exact=True)
+        gpt.feed_forward = partial(mg.feed_forward, exact=True)
     model = GPT(GPTConfig(**SIZES[size]))
     optimizer = Optimizer(model.parameters(), AdamW(LEARNING_RATE))
     embed, *blocks, head = model.layers

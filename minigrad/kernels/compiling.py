@@ -24,12 +24,28 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 import numba
 import numpy as np
+from numba.core import codegen
 from numba.extending import overload
 
 from minigrad.backend import Array
 
 EXACT: set[str] = set()  # each operation rounded by itself, as NumPy does
 SUMS = {"reassoc", "contract"}  # sums in an order that vectors like, products and sums fused
+
+
+def _take_whole_vectors() -> None:
+    """Let LLVM use vectors of 512 bits where there are some: by itself it takes 256, and GELU takes 1.5 times as long.
+
+    It is wary of processors whose clock falls with wide vectors. BLAS, whose products are most of a step, uses them
+    anyway. This is for all that numba compiles in the process from now on.
+    """
+    config: Any = codegen.config
+    features = codegen.get_host_cpu_features()
+    if config.CPU_FEATURES is None and "+avx512f" in features.split(","):
+        config.CPU_FEATURES = f"{features},-prefer-256-bit"
+
+
+_take_whole_vectors()
 _SHARED_STAMP = [(path.name, path.stat().st_mtime_ns) for path in sorted(Path(__file__).parent.glob("*.py"))]
 
 

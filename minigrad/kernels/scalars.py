@@ -19,7 +19,11 @@ def exp(x: Any) -> Any:
     """Return exp(x) for x up to 80."""
 
 
-def _exp_single(x: Any) -> Any:
+def exp_within(x: Any) -> Any:
+    """Return exp(x) for x from -80 to 80."""
+
+
+def _exp_within_single(x: Any) -> Any:
     # exp(x) = 2^n exp(f), |f| <= log(2) / 2. Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
     # The polynomial is that of Cephes, expf; its error is below 1.2e-7.
     shifted = x * np.float32(1.44269504) + np.float32(12582912)
@@ -32,12 +36,20 @@ def _exp_single(x: Any) -> Any:
     p = p * f + np.float32(1.6666665459e-1)
     p = p * f + np.float32(5.0000001201e-1)
     p = p * f * f + f + np.float32(1)
-    power = np.int32((np.float32(shifted).view(np.int32) + 127) << 23).view(np.float32)
-    return np.float32(0) if x < np.float32(-87) else p * power
+    return p * np.int32((np.float32(shifted).view(np.int32) + 127) << 23).view(np.float32)
 
 
 def _exp_double(x: Any) -> Any:
     return math.exp(x)
+
+
+@overloading(exp_within)
+def _choose_exp_within(x: Any) -> Any:
+    return _exp_within_single if is_single(x) else _exp_double
+
+
+def _exp_single(x: Any) -> Any:
+    return np.float32(0) if x < np.float32(-87) else exp_within(x)
 
 
 @overloading(exp)

@@ -25,7 +25,7 @@ from minigrad.nn import (
     Sequential,
     normal,
 )
-from minigrad.ops import gelu, unembed
+from minigrad.ops import feed_forward, unembed
 from minigrad.tensor import Tensor
 
 
@@ -86,7 +86,8 @@ class GPTBlock(Module):
 
     def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         x = self.drop1(self.attention(self.norm1(x), cache), beside=x)
-        return self.drop2(self.down(gelu(self.up(self.norm2(x)))), beside=x)
+        up, down = self.up, self.down
+        return self.drop2(feed_forward(self.norm2(x), up.weight, up.bias, down.weight, down.bias), beside=x)
 
 
 class GPTHead(Module):

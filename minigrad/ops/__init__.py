@@ -28,6 +28,7 @@ from minigrad.ops.elementwise import (
     sub,
     tanh,
 )
+from minigrad.ops.feed_forward_op import feed_forward
 from minigrad.ops.indexing import getitem
 from minigrad.ops.linalg import linear, matmul, outer, unembed
 from minigrad.ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse
@@ -72,6 +73,7 @@ __all__ = [
     "exp",
     "expand_dims",
     "expm1",
+    "feed_forward",
     "flip",
     "gelu",
     "getitem",

@@ -20,6 +20,10 @@ def plain_gelu(x: Array, *, exact: bool = False) -> Array:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def plain_feed_forward(x: Array, w1: Array, b1: Array, w2: Array, b2: Array, *, exact: bool = False) -> Array:
+    return plain_gelu(x @ w1 + b1, exact=exact) @ w2 + b2
+
+
 def plain_logistic(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
@@ -173,6 +177,15 @@ ROWS = [
     row("linear", lambda x, w, b: x @ w + b, normal(2, 4, 3), normal(3, 2), normal(2)),
     row("linear", lambda x, w, b: x @ w + b, normal(3), normal(3, 2), normal(2)),
     row("linear", lambda x, w, b: x @ w + b, normal(0, 3), normal(3, 2), normal(2)),
+    row("feed_forward", plain_feed_forward, normal(2, 4, 3), normal(3, 6), normal(6), normal(6, 2), normal(2)),
+    row("feed_forward", plain_feed_forward, normal(3), normal(3, 6), normal(6), normal(6, 2), normal(2)),
+    row("feed_forward", plain_feed_forward, normal(0, 3), normal(3, 6), normal(6), normal(6, 2), normal(2)),
+    row("feed_forward", plain_feed_forward, normal(65, 64), normal(64, 5), normal(5), normal(5, 2), normal(2)),
+    row(
+        "feed_forward",
+        *(plain_feed_forward, normal(2, 3), normal(3, 6), normal(6), normal(6, 2), normal(2)),
+        exact=True,
+    ),
     row("outer", np.outer, normal(2), normal(3)),
     row("outer", np.outer, normal(0), normal(3)),
     row("unembed", lambda x, table: x @ table.T, normal(2, 3, 4), normal(5, 4)),

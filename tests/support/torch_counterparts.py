@@ -102,6 +102,9 @@ COUNTERPARTS: dict[str, Callable[..., Tensor]] = {
     "expand_dims": expand_dims,
     "expm1": torch.expm1,
     "flip": lambda x, axis=None: torch.flip(x, tuple(range(x.ndim)) if axis is None else np.atleast_1d(axis).tolist()),
+    "feed_forward": lambda x, w1, b1, w2, b2, exact=False: F.linear(
+        F.gelu(F.linear(x, w1.T, b1), approximate="none" if exact else "tanh"), w2.T, b2
+    ),
     "gelu": lambda x, exact=False: F.gelu(x, approximate="none" if exact else "tanh"),
     "getitem": getitem,
     "layer_norm": lambda x, gain, bias, eps=1e-5: F.layer_norm(x, gain.shape, gain, bias, eps),

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from minigrad.backend import Array
+from minigrad.kernels.activations import reference
 from minigrad.kernels.activations.reference import GELU_FLAT
-from minigrad.kernels.compiling import EXACT, compiled, flattened
-from minigrad.kernels.scalars import exp, logistic, normal_tail
+from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous, flattened, inlined
+from minigrad.kernels.scalars import exp, exp_within, logistic, normal_tail
 
-__all__ = ["add_select", "gelu", "leaky_relu", "relu", "select", "sigmoid", "sigmoid_dx", "silu"]
+__all__ = [
+    "add_select",
+    "gelu",
+    "gelu_back",
+    "leaky_relu",
+    "linear_gelu",
+    "relu",
+    "select",
+    "sigmoid",
+    "sigmoid_dx",
+    "silu",
+]
+
+_A = 2 * math.sqrt(2 / math.pi)
 
 
 @compiled(EXACT)
@@ -116,18 +131,34 @@ def silu(x: Array) -> tuple[Array, Array]:
     return y, d
 
 
+_FLAT = 9.5  # from here on, on both sides, GELU is x or 0 to 1e-32
+
+
+@inlined
+def _tanh_form(x: Any, constants: Any) -> Any:
+    """Return the tanh form of the GELU and its derivative."""
+    zero, one, flat, a, b, b3 = constants
+    v = -flat if x < -flat else x
+    inner = flat if v > flat else v
+    x2 = inner * inner
+    e = exp_within(-inner * (a + b * x2))
+    s = one / (one + e)
+    s = zero if x < -flat else s
+    return v * s, s + inner * s * (s * e) * (a + b3 * x2)
+
+
+@inlined
+def _constants_of(x: Any) -> Any:
+    """Return the constants of the tanh form in the dtype of an array."""
+    T = x.dtype.type
+    return T(0), T(1), T(_FLAT), T(_A), T(_A * 0.044715), T(3 * _A * 0.044715)
+
+
 @compiled({"contract"})
 def _gelu_tanh(x: Array, y: Array, d: Array) -> None:
-    T = x.dtype.type
-    a, b = T(2 * math.sqrt(2 / math.pi)), T(2 * math.sqrt(2 / math.pi) * 0.044715)
-    b3, one, flat = T(6 * math.sqrt(2 / math.pi) * 0.044715), T(1), T(GELU_FLAT)
+    constants = _constants_of(x)
     for i in range(x.size):
-        v = -flat if x[i] < -flat else x[i]
-        inner = flat if v > flat else v
-        x2 = inner * inner
-        s, rest = logistic(inner * (a + b * x2), one)
-        y[i] = v * s
-        d[i] = s + inner * s * rest * (a + b3 * x2)
+        y[i], d[i] = _tanh_form(x[i], constants)
 
 
 @compiled({"contract"})
@@ -142,6 +173,45 @@ def _gelu_exact(x: Array, y: Array, d: Array) -> None:
         p = tail if inner < T(0) else one - tail
         y[i] = v * p
         d[i] = p + inner * e * density
+
+
+@compiled({"contract"})
+def _add_bias_gelu(x: Array, b: Array, y: Array) -> None:
+    constants, (m, n) = _constants_of(x), x.shape
+    for i in range(m):
+        for j in range(n):
+            v = x[i, j] + b[j]
+            x[i, j] = v
+            y[i, j], _ = _tanh_form(v, constants)
+
+
+def linear_gelu(x: Array, w: Array, b: Array, exact: bool) -> tuple[Array, Array]:
+    if exact:
+        return reference.linear_gelu(x, w, b, exact)
+    h = x @ w
+    y = np.empty(h.shape, h.dtype)
+    _add_bias_gelu(h, contiguous(b), y)
+    return y, h
+
+
+@compiled(SUMS)
+def _gelu_back(g: Array, x: Array, sums: Array) -> None:
+    constants, (m, n) = _constants_of(x), x.shape
+    for i in range(m):
+        for j in range(n):
+            y, d = _tanh_form(x[i, j], constants)
+            dx = g[i, j] * d
+            x[i, j], g[i, j] = y, dx
+            sums[j] += dx
+
+
+def gelu_back(g: Array, kept: Array, exact: bool) -> tuple[Array, Array, Array | None]:
+    if exact or not (g.flags.carray and kept.flags.carray):
+        y, d = gelu(kept, exact)
+        return y, g * d, None
+    sums = np.zeros((1, g.shape[1]), g.dtype)
+    _gelu_back(g, kept, sums[0])
+    return kept, g, sums
 
 
 def gelu(x: Array, exact: bool) -> tuple[Array, Array]:

@@ -6,9 +6,9 @@ import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.gpu_launch import aligned, contiguous, cp, launch, launch_elementwise, num_blocks
-from minigrad.kernels.products.gpu import add
+from minigrad.kernels.products.gpu import add, linear
 
-__all__ = ["add_select", "gelu", "gelu_dx", "select"]
+__all__ = ["add_select", "gelu", "gelu_back", "gelu_dx", "linear_gelu", "select"]
 
 
 def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
@@ -38,3 +38,13 @@ def gelu_dx(g: Array, kept: Array, exact: bool) -> Array:
         args = (g, kept, dx, np.bool_(exact), g.size)
         launch("gelu_dx", g.dtype, num_blocks(g.size, g, kept, dx), args, vectors=aligned(g, kept, dx))
     return dx
+
+
+def linear_gelu(x: Array, w: Array, b: Array, exact: bool) -> tuple[Array, tuple[Array, Array]]:
+    y, h = gelu(linear(x, w, b), exact)
+    return y, (h, y)
+
+
+def gelu_back(g: Array, kept: tuple[Array, Array], exact: bool) -> tuple[Array, Array, None]:
+    h, y = kept
+    return y, gelu_dx(g, h, exact), None

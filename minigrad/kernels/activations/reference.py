@@ -10,8 +10,22 @@ import numpy as np
 from minigrad.backend import Array, xp_of
 from minigrad.kernels.common import BLOCK, half_in_float32
 from minigrad.kernels.erfc import ERFC_DOUBLE, ERFC_SINGLE
+from minigrad.kernels.products.reference import linear
 
-__all__ = ["add_select", "gelu", "gelu_dx", "leaky_relu", "relu", "select", "sigmoid", "sigmoid_dx", "silu", "softplus"]
+__all__ = [
+    "add_select",
+    "gelu",
+    "gelu_back",
+    "gelu_dx",
+    "leaky_relu",
+    "linear_gelu",
+    "relu",
+    "select",
+    "sigmoid",
+    "sigmoid_dx",
+    "silu",
+    "softplus",
+]
 
 
 def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
@@ -98,6 +112,29 @@ def gelu(x: Array, exact: bool) -> tuple[Array, Array]:
             inner = xp.minimum(part, GELU_FLAT)  # nor its derivative at inf inf times 0
             form(xp, part, inner, flat_y[i : i + block], flat_d[i : i + block])
     return y, d
+
+
+@half_in_float32
+def linear_gelu(x: Array, w: Array, b: Array, exact: bool) -> tuple[Array, Any]:
+    """Return the GELU of x w + b, and what `gelu_back` of the same table needs: here x w + b, to compute it again."""
+    h = linear(x, w, b)
+    return gelu(h, exact)[0], h
+
+
+def gelu_back(g: Array, kept: Any, exact: bool) -> tuple[Array, Array, Array | None]:
+    """Return what `linear_gelu` gave and the gradient by x w + b, from g, that by what it gave.
+
+    It may write into g and into what was kept, which is then used up. Where one pass gives them too, parts of the
+    gradient by b come with it, for `sum_parts`; else None.
+    """
+    y, dh = _gelu_back(g, kept, exact)
+    return y, dh, None
+
+
+@half_in_float32
+def _gelu_back(g: Array, h: Array, exact: bool) -> tuple[Array, Array]:
+    y, d = gelu(h, exact)
+    return y, g * d
 
 
 def _gelu_tanh(xp: Any, x: Array, inner: Array, y: Array, d: Array) -> None:

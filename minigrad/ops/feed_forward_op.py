@@ -1,0 +1,86 @@
+"""The two linear maps of a transformer's block with the GELU between them, as one op: the widest arrays of a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from minigrad.backend import Array
+from minigrad.kernels import kernels_of
+from minigrad.ops.operands import fit_one, in_floating_dtype
+from minigrad.tape import Vjp, WeightVjp, op
+
+
+@op
+def feed_forward(
+    x: Array, w1: Array, b1: Array, w2: Array, b2: Array, *, exact: bool = False
+) -> tuple[Array, tuple[Vjp, Vjp, Vjp, Vjp, Vjp]]:
+    """Widen, bend, narrow: y = gelu(h) w2 + b2, h = x w1 + b1.
+
+    The same as `linear(gelu(linear(x, w1, b1)), w2, b2)`. On a CPU only x and h are kept, and the backward computes
+    gelu(h) again: half of what the composed ops keep.
+
+    With dh = (g w2^T) gelu'(h): dx = dh w1^T, dw1 = x^T dh, db1 = sum(dh), dw2 = gelu(h)^T g, db2 = sum(g).
+
+    Args:
+        x: (..., n), w1: (n, k), b1: (k,), w2: (k, m), b2: (m,).
+        exact: as in `gelu`.
+    Returns:
+        (..., m).
+    Raises:
+        ValueError: the widths do not fit.
+    """
+    n, k, m = x.shape[-1:], b1.shape, b2.shape
+    if (w1.shape, w2.shape) != (n + k, k + m) or not len(n) == len(k) == len(m) == 1:
+        raise ValueError(
+            "feed_forward: x (..., n), w1 (n, k), b1 (k,), w2 (k, m) and b2 (m,) do not fit, "
+            f"got {x.shape}, {w1.shape}, {b1.shape}, {w2.shape} and {b2.shape}"
+        )
+    given = x
+    x, w1, b1, w2, b2 = in_floating_dtype(x, w1, b1, w2, b2)
+    kernels, rows, shape = kernels_of(x, w1, b1, w2, b2), _rows(x), x.shape
+    wide, kept = kernels.linear_gelu(rows, w1, b1, exact)
+    y = kernels.linear(wide, w2, b2).reshape(*shape[:-1], w2.shape[1])
+    del wide
+    middle: tuple[Any, ...] = ()  # of the backward, once the first vjp has made them: g, gelu(h), dh, parts of db1
+
+    def back(g: Array) -> tuple[Any, ...]:
+        nonlocal kept, middle
+        if not middle:
+            middle = g, *kernels.gelu_back(kernels.product(_rows(g), w2.T), kept, exact)
+            kept = None  # used up
+        if middle[0] is not g:
+            raise RuntimeError("feed_forward: its vjps were asked before, with another cotangent")
+        return middle[1:]
+
+    def vjp_x(g: Array) -> Array:
+        return kernels.product(back(g)[1], w1.T).reshape(shape)
+
+    def write_dw1(g: Array, out: Array, add: bool) -> None:
+        kernels.product(rows.T, back(g)[1], out, add)
+
+    def write_db1(g: Array, out: Array, add: bool) -> None:
+        _, dh, parts = back(g)
+        if parts is None:
+            kernels.column_sum(dh, out, add)
+        else:
+            kernels.sum_parts(parts, out, add)
+
+    def write_dw2(g: Array, out: Array, add: bool) -> None:
+        kernels.product(back(g)[0].T, _rows(g), out, add)
+
+    def write_db2(g: Array, out: Array, add: bool) -> None:
+        kernels.column_sum(_rows(g), out, add)
+
+    return y, (
+        fit_one(given, vjp_x),
+        WeightVjp(w1, write_dw1),
+        WeightVjp(b1, write_db1),
+        WeightVjp(w2, write_dw2),
+        WeightVjp(b2, write_db2),
+    )
+
+
+def _rows(x: Array) -> Array:
+    """Return x as one matrix: all axes but the last become one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
