@@ -121,6 +121,11 @@ def cuda_library(name: str) -> Any:
     return ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)
 
 
+def uses_tf32() -> bool:
+    """Return whether products of float32 on a GPU are in TF32: CUPY_TF32=1 says so, to CuPy too."""
+    return os.environ.get("CUPY_TF32", "0") not in ("", "0")
+
+
 def synchronize(array: Array) -> None:
     """Wait until the kernels that write `array` are done; nothing to do on the CPU."""
     xp = xp_of(array)

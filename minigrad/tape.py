@@ -115,6 +115,28 @@ def constant(c: Array) -> Vjp:
     return lambda _: c
 
 
+class AddingVjp:
+    """The vjp of an input: it can also add its contribution, in the same pass, to what other uses have given.
+
+    So the gradient of what passes a norm by is not read and written once more.
+
+    Args:
+        onto: (g, have): return the contribution, plus `have` where that is not None; a new array.
+    """
+
+    __slots__ = ("onto",)
+
+    def __init__(self, onto: Callable[[Array, Array | None], Array]) -> None:
+        self.onto = onto
+
+    def __call__(self, g: Array) -> Array:
+        return self.onto(g, None)
+
+    def adding_to(self, have: Array) -> Vjp:
+        """Return the vjp whose result is the sum of its contribution and `have`."""
+        return lambda g: self.onto(g, have)
+
+
 class WeightVjp:
     """The vjp of a weight: it can also write straight into the gradient's memory, in the gradient's own dtype.
 
@@ -325,6 +347,8 @@ def kept_arrays(held: Any) -> Iterator[Array]:
         yield from kept_arrays(held.vjp)
     elif isinstance(held, WeightVjp):
         yield from kept_arrays(held.write)
+    elif isinstance(held, AddingVjp):
+        yield from kept_arrays(held.onto)
     elif isinstance(held, Replay):
         yield from held.keeps
     elif hasattr(held, "__closure__"):

@@ -21,6 +21,7 @@ from minigrad.op_hooks import progressing
 from minigrad.parameter import Parameter
 from minigrad.tape import (
     ALREADY_WALKED,
+    AddingVjp,
     Edge,
     Node,
     Replay,
@@ -81,6 +82,11 @@ def walk(
             edges = defer_weights(node, edges, g, deferred)
         for parent, vjp in edges:
             if type(parent) is Node:
+                if type(vjp) is AddingVjp and parent in cotangents:
+                    onto = vjp.adding_to(cotangents[parent])
+                    cotangents[parent] = onto(g) if op_hook is None else op_hook.backward(node, onto, g)
+                    owned.add(parent)
+                    continue
                 c = vjp(g) if op_hook is None else op_hook.backward(node, vjp, g)
                 if parent not in cotangents:
                     cotangents[parent] = c

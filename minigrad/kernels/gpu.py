@@ -11,4 +11,5 @@ from minigrad.kernels.embedding.gpu import *
 from minigrad.kernels.losses.gpu import *
 from minigrad.kernels.norms.gpu import *
 from minigrad.kernels.products.gpu import *
+from minigrad.kernels.softmax.gpu import *
 from minigrad.kernels.updates.gpu import *

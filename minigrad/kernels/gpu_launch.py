@@ -18,7 +18,8 @@ SOURCE = Path(__file__).with_name("gpu.cu")
 MACROS = {"float32": "-DFLOAT32", "bfloat16": "-DBF16", "float16": "-DF16"}
 WIDEST_ROW = 4096  # numbers that a warp holds in registers
 THREADS = 256
-_PARTS = 64  # in which the rows of a sum over columns are added up
+# In so many parts the rows of a sum over columns are added up, and more where rows are narrow: for enough blocks.
+_FEWEST_PARTS, _MOST_PARTS, _PART_BLOCKS = 64, 128, 384
 try:
     cp: Any = cupy()
 except ModuleNotFoundError:  # nobody calls what is here, but it can be read
@@ -80,7 +81,8 @@ def new_rows(rows: int, columns: int, dtype: Any) -> Array:
 
 def new_parts(rows: int, n: int) -> Array:
     """Return where parts of a sum over columns go, one for each row of blocks."""
-    count = min(_PARTS, max(1, ceil_div(rows, 8)))
+    most = min(_MOST_PARTS, max(_FEWEST_PARTS, _PART_BLOCKS // ceil_div(max(1, n), THREADS)))
+    count = min(most, max(1, ceil_div(rows, 8)))
     return cp.empty((count, n), np.float32) if rows else cp.zeros((1, n), np.float32)
 
 

@@ -140,8 +140,10 @@ def _attend_at_once(
                   # # #
     """
     xp, num_queries, num_keys = xp_of(q), q.shape[-2], k.shape[-2]
-    if xp is np or q.dtype.kind == "V":  # NumPy has no fast product of half precision, CuPy none of bfloat16 stacks
+    if xp is np or q.dtype.kind == "V":  # NumPy has no fast product of half precision; scores want more than bfloat16
         q, k, v = widened(q), widened(k), widened(v)
+    if xp is not np:  # evenly spaced, for one product of all heads of all samples; there is no other order of the loops
+        q, k, v = xp.ascontiguousarray(q), xp.ascontiguousarray(k), xp.ascontiguousarray(v)
     kernels, scale = kernels_of(q, k, v), q.shape[-1] ** -0.5
 
     def weights(rows: slice, end: int) -> Array:
@@ -163,7 +165,10 @@ def _attend_at_once(
 
     def backward(g: Array, dq: Array, dk: Array, dv: Array) -> None:
         g = g.astype(q.dtype, copy=False)
-        dk_sum, dv_sum = (x if x.dtype == k.dtype else xp.empty(x.shape, k.dtype) for x in (dk, dv))
+        if xp is not np:
+            g = xp.ascontiguousarray(g)
+        in_place = dk.dtype == k.dtype and (xp is np or dk.flags.c_contiguous)
+        dk_sum, dv_sum = (x if in_place else xp.empty(x.shape, k.dtype) for x in (dk, dv))
         for rows, end, kept in reversed(blocks):
             p = weights(rows, end) if kept is None else kept
             add = rows.stop < num_queries  # the last block comes first and reaches every key

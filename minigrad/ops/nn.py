@@ -7,7 +7,7 @@ import math
 from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit, in_floating_dtype, put
-from minigrad.tape import Vjp, WeightVjp, op
+from minigrad.tape import AddingVjp, Vjp, WeightVjp, op
 
 
 @op
@@ -45,8 +45,9 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = 1e-5) -> tupl
 
     parts: list[Array | None] = [None, None]  # of dgain and dbias, if the pass that gives dx makes them
 
-    def vjp_x(g: Array) -> Array:
-        dx, *parts[:] = kernels.layer_norm_back(_rows(g), rows, mean, inverse, gain)
+    def vjp_x(g: Array, have: Array | None) -> Array:
+        beside = None if have is None else _rows(have)
+        dx, *parts[:] = kernels.layer_norm_back(_rows(g), rows, mean, inverse, gain, beside)
         return dx.reshape(shape)
 
     def write_dgain(g: Array, out: Array, add: bool) -> None:
@@ -61,7 +62,11 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = 1e-5) -> tupl
         else:
             kernels.column_sum(_rows(g), out, add)
 
-    return y.reshape(shape), (vjp_x, WeightVjp(gain, write_dgain), WeightVjp(bias, write_dbias))
+    return y.reshape(shape), (
+        AddingVjp(vjp_x),
+        WeightVjp(gain, write_dgain),
+        WeightVjp(bias, write_dbias),
+    )
 
 
 @op

@@ -546,3 +546,31 @@ def test_an_exception_in_a_hook_says_for_which_parameter() -> None:
     with pytest.raises(ValueError, match="boom") as caught:
         mg.backward_with_hooks(mg.sum(w), on_grad_ready=boom)
     assert caught.value.__notes__ == ["in on_grad_ready of 'fc.weight'"]
+
+
+def test_a_norm_adds_its_gradient_to_what_passed_it_by() -> None:
+    """In one pass, into new memory: what it adds to may be the cotangent of others too."""
+    x, gain, bias = leaf(3, 4), parameter("gain", 4), parameter("bias", 4)
+
+    def gradients(net: Callable[[mg.Tensor], mg.Tensor]) -> list[Any]:
+        x.grad = gain.grad = bias.grad = None
+        h = mg.tanh(x)
+        mg.backward(mg.sum(net(h) ** 2))
+        return [x.grad.copy(), gain.grad.copy(), bias.grad.copy()]
+
+    def residual(h: mg.Tensor) -> mg.Tensor:
+        return (h + mg.layer_norm(h, gain, bias)) * h
+
+    def apart(h: mg.Tensor) -> mg.Tensor:  # the norm's input is a node of its own, which only the norm uses
+        return (h + mg.layer_norm(h * 1.0, gain, bias)) * h
+
+    for found, expected in zip(gradients(residual), gradients(apart), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    seen: list[Array] = []
+    h = mg.tanh(x)
+    y = h + mg.layer_norm(h, gain, bias)
+    node = y.node
+    assert node is not None
+    node.vjps = tuple([lambda g, vjp=vjp: seen.append(vjp(g)) or seen[-1] for vjp in node.vjps])  # type: ignore[union-attr]
+    mg.backward_with_grad(y, np.ones(y.shape))
+    np.testing.assert_array_equal(seen[0], np.ones(y.shape))

@@ -11,6 +11,7 @@ from test_kernels import CASES, sampler
 import minigrad as mg
 from minigrad.backend import Array, is_half, to_device, to_host
 from minigrad.kernels import kernels_of, names, reference
+from minigrad.kernels.gpu_launch import WIDEST_ROW, new_rows
 from minigrad.precision import dtype_of
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +42,9 @@ def close(found: Any, expected: Array, dtype: str, grow: float = 1.0) -> None:
     assert found.shape == expected.shape
     scale = max(float(abs(expected).max()), 1.0) if expected.size else 1.0  # where all cancels, inputs are about 1
     wide = to_host(found).astype(np.float64)
+    if dtype == "float16":
+        expected = np.where(abs(expected) > np.finfo(np.float16).max, np.copysign(np.inf, expected), expected)
+        scale = max(float(abs(expected).max(where=np.isfinite(expected), initial=1.0)), 1.0)
     np.testing.assert_allclose(wide, expected, rtol=grow * TOLERANCE[dtype], atol=grow * TOLERANCE[dtype] * scale)
 
 
@@ -73,6 +77,8 @@ def test_it_gives_what_the_reference_gives_in_float64(case: str, dtype: str, sha
     if name == "gelu":  # what is kept is its own; the derivative is what counts
         found = (found[0], gpu.gelu_dx(cupy.ones_like(device[0]), found[1], exact[1]))
     if name == "layer_norm_dx":  # and the pass that sums on the way
+        beside = draw(dtype, *shape)
+        close(gpu.layer_norm_back(*device, place(beside))[0], expected + wide(beside), dtype, 4)
         dx, *parts = gpu.layer_norm_back(*device)
         close(dx, expected, dtype, 4)
         sums = (reference.layer_norm_dgain(*exact[:4]), exact[0].sum(axis=0))
@@ -115,6 +121,27 @@ def test_products_of_all_layouts(dtype: str, m: int, k: int, n: int) -> None:
 
 
 @each_dtype
+def test_products_of_stacks(dtype: str) -> None:
+    a, b = draw(dtype, 2, 3, 5, 16), draw(dtype, 2, 3, 16, 24)
+    expected, tight = wide(a) @ wide(b), {"float32": 5e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
+    lefts = [to_device(a), to_device(a.swapaxes(1, 2).copy()).swapaxes(1, 2), to_device(a.swapaxes(2, 3).copy())]
+    lefts[2] = lefts[2].swapaxes(2, 3)
+    rights = [to_device(b), unaligned(b), to_device(np.concatenate([b, b], axis=2))[:, :, :16]]
+    for left in lefts:
+        for right in rights:
+            y = gpu.product(left, right)
+            assert y.dtype == a.dtype
+            np.testing.assert_allclose(wide(to_host(y)), expected, rtol=tight, atol=8 * tight)
+            for out in (cupy.ones((2, 3, 5, 24), np.float32), cupy.ones((2, 5, 3, 24), np.float32).swapaxes(1, 2)):
+                for add in (True, False):
+                    gpu.product(left, right, out, add)
+                    np.testing.assert_allclose(to_host(out), expected + add, rtol=1e-5, atol=1e-4)
+    broadcast = gpu.product(to_device(a), to_device(b[0, 0]))
+    np.testing.assert_allclose(wide(to_host(broadcast)), wide(a) @ wide(b[0, 0]), rtol=tight, atol=8 * tight)
+    assert gpu.product(to_device(a[:0]), to_device(b[:0])).shape == (0, 3, 5, 24)
+
+
+@each_dtype
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (7, 65), (1000, 257), (8192, 768), (0, 5)])
 def test_sums_over_columns(dtype: str, m: int, n: int) -> None:
     g = draw(dtype, m, n)
@@ -142,7 +169,7 @@ def test_embeddings_and_ids_out_of_range(dtype: str, num_rows: int) -> None:
         out = cupy.zeros((num_rows, n), np.float32)
         gpu.embedding_dtable(to_device(g), checked, out, True)
         np.testing.assert_allclose(to_host(out), expected, rtol=1e-5, atol=1e-4)
-        if n <= gpu.WIDEST_ROW:
+        if n <= WIDEST_ROW:
             bad = gpu.checked_ids("ids", to_device(np.array([0, -1, num_rows])), num_rows)
             assert np.isnan(wide(to_host(gpu.embedding(to_device(table), bad)))).all(axis=1).tolist() == [
                 False,
@@ -158,7 +185,7 @@ def test_cross_entropy(dtype: str, m: int, n: int) -> None:
     targets[0] = -1  # does not count
     for smoothing in (0.0, 0.1):
         losses, dlogits = reference.cross_entropy(wide(logits), targets, smoothing, 0.25)
-        padded = gpu._new_rows(m, n, logits.dtype)
+        padded = new_rows(m, n, logits.dtype)
         padded[...] = to_device(logits)
         for x in (to_device(logits), unaligned(logits), padded):
             found, dfound = gpu.cross_entropy(x, to_device(targets), smoothing, 0.25)
@@ -167,6 +194,9 @@ def test_cross_entropy(dtype: str, m: int, n: int) -> None:
             np.testing.assert_allclose(wide(to_host(dfound)), dlogits, rtol=tight, atol=1e-6)
             scaled = gpu.cross_entropy_dlogits(dfound, cupy.asarray(2, np.float32), logits.dtype)
             np.testing.assert_allclose(wide(to_host(scaled)), 2 * dlogits, rtol=2 * tight, atol=2e-6)
+    odd = 3 * draw(dtype, m, n)
+    odd[-1, -8:] = np.nan  # all that one thread reads
+    assert m == 1 or bool(cupy.isnan(gpu.cross_entropy(to_device(odd), to_device(targets), 0.0, 1.0)[0][-1]))
     bad = gpu.checked_ids("targets", to_device(np.full(m, n)), n)
     losses, dlogits = gpu.cross_entropy(to_device(logits), bad, 0.0, 1.0)
     assert bool(cupy.isnan(losses).all())

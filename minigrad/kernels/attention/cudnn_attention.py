@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from minigrad.backend import Array, address, cupy
 
 _LARGEST_HEAD = 128
+SUMS = ("ordered", "any")  # MINIGRAD_ATTENTION_SUMS
 
 
 @functools.cache
@@ -40,7 +42,8 @@ def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array
     cp = cupy()
     batch, time, width3 = qkv.shape
     width = width3 // 3
-    plan = _plan(batch, time, num_heads, width // num_heads, qkv.dtype.name, cp.cuda.Device().id)
+    head, device = width // num_heads, cp.cuda.Device().id
+    plan = _plan(batch, time, num_heads, head, qkv.dtype.name, device, sums_are_ordered())
     y = cp.empty((batch, time, width), qkv.dtype)
     stats = cp.empty((batch, num_heads, time, 1), np.float32)
     plan.forward(qkv, y, stats)
@@ -54,16 +57,32 @@ def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array
     return y, vjp
 
 
+def sums_are_ordered() -> bool:
+    """Return whether the backward adds up in one order, in every run; MINIGRAD_ATTENTION_SUMS=any is some 2% faster.
+
+    Raises:
+        ValueError: the variable is neither ordered nor any.
+    """
+    choice = os.environ.get("MINIGRAD_ATTENTION_SUMS", "ordered")
+    if choice not in SUMS:
+        raise ValueError(f"MINIGRAD_ATTENTION_SUMS must be ordered or any, got {choice!r}")
+    return choice == "ordered"
+
+
 @functools.cache
-def _plan(batch: int, time: int, num_heads: int, head: int, dtype: str, device: int) -> _Plan:
+def _plan(batch: int, time: int, num_heads: int, head: int, dtype: str, device: int, ordered: bool) -> _Plan:
     """Return the plan for one shape on one GPU: making one takes 0.15 s."""
-    return _Plan(batch, time, num_heads, head, dtype)
+    return _Plan(batch, time, num_heads, head, dtype, ordered)
 
 
 class _Plan:
-    """cuDNN's graphs of one shape, forward and backward; the backward adds up in one order, in every run."""
+    """cuDNN's graphs of one shape, forward and backward.
 
-    def __init__(self, batch: int, time: int, num_heads: int, head: int, dtype: str) -> None:
+    Args:
+        ordered: the backward adds up in one order, in every run.
+    """
+
+    def __init__(self, batch: int, time: int, num_heads: int, head: int, dtype: str, ordered: bool) -> None:
         import cudnn
 
         self._cudnn = cudnn
@@ -102,7 +121,7 @@ class _Plan:
             data_type=cudnn.data_type.FLOAT,
         )
         grads = self._backward.sdpa_backward(
-            name="gradients", q=q, k=k, v=v, o=y, dO=g, stats=stats, use_deterministic_algorithm=True, **settings
+            name="gradients", q=q, k=k, v=v, o=y, dO=g, stats=stats, use_deterministic_algorithm=ordered, **settings
         )
         for grad in grads:
             grad.set_output(True).set_dim(dim).set_stride(packed).set_data_type(kind)

@@ -67,10 +67,14 @@ def _layer_norm_back(
             out[j] = (cotangent[j] * gain[j] - total - (row[j] - middle) * r * dot) * r
 
 
-def layer_norm_back(g: Array, x: Array, mean: Array, inverse: Array, gain: Array) -> tuple[Array, Array, Array]:
+def layer_norm_back(
+    g: Array, x: Array, mean: Array, inverse: Array, gain: Array, beside: Array | None = None
+) -> tuple[Array, Array, Array]:
     n = x.shape[1]
     dx, parts = np.empty(x.shape, x.dtype), np.zeros((2, 1, n), x.dtype)
     _layer_norm_back(contiguous(g), contiguous(x), mean, inverse, contiguous(gain), dx, parts[0, 0], parts[1, 0])
+    if beside is not None:
+        dx += beside
     return dx, parts[0], parts[1]
 
 

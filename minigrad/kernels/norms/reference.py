@@ -44,10 +44,17 @@ def layer_norm_dx(g: Array, x: Array, mean: Array, inverse: Array, gain: Array) 
 
 
 def layer_norm_back(
-    g: Array, x: Array, mean: Array, inverse: Array, gain: Array
+    g: Array, x: Array, mean: Array, inverse: Array, gain: Array, beside: Array | None = None
 ) -> tuple[Array, Array | None, Array | None]:
-    """Return dx, and where one pass gives them too parts of dgain and of dbias, for `sum_parts`; else None."""
-    return layer_norm_dx(g, x, mean, inverse, gain), None, None
+    """Return dx, and where one pass gives them too parts of dgain and of dbias, for `sum_parts`; else None.
+
+    Args:
+        beside: (m, n) that is added to dx, of its dtype; or None.
+    """
+    dx = layer_norm_dx(g, x, mean, inverse, gain)
+    if beside is not None:
+        dx += beside
+    return dx, None, None
 
 
 def sum_parts(parts: Array, out: Array, add: bool) -> None:

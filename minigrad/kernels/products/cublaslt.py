@@ -1,4 +1,4 @@
-"""Matrix products of NVIDIA's cuBLASLt: any mix of transposed operands, float32 results of half-precision operands.
+"""Matrix products of NVIDIA's cuBLASLt, and stacks of them: transposed or not, float32 results of half operands.
 
 CuPy's own products round to the operands' dtype, have no bfloat16 stacks, and cannot be captured in a graph. Here a
 product writes, or adds, into an array of float32 that may be the gradient itself, and adds a bias on the way.
@@ -19,11 +19,12 @@ import numpy as np
 from minigrad.backend import Array, address, cuda_library, cupy
 
 _WORKSPACE_BYTES = 32 << 20
-_FLOAT32, _COMPUTE_FLOAT32 = 0, 68
+_FLOAT32, _COMPUTE_FLOAT32, _COMPUTE_TF32 = 0, 68, 77
 _DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8  # attributes of a product
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a layout
 _MAX_WORKSPACE, _REDUCTIONS, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # attributes of a preference
-_REDUCE_IN_FLOAT32 = 2  # parts of a long sum, as opposed to rounding each to half first
+_REDUCE_IN_COMPUTE_TYPE, _REDUCE_IN_OUTPUT_TYPE = 2, 4  # parts of a long sum: never rounded to half first
 _EPILOGUE_BIAS = 4
 _ALIGNMENT_BYTES = 256  # more than this no algorithm asks for
 
@@ -37,6 +38,8 @@ class _Matrix(NamedTuple):
     columns: int
     stride: int
     transposed: bool
+    num_stacked: int
+    stack_stride: int
 
     @property
     def alignment(self) -> int:
@@ -44,10 +47,15 @@ class _Matrix(NamedTuple):
 
 
 class CublasLt:
-    """Products on the current GPU."""
+    """Products on the current GPU.
 
-    def __init__(self) -> None:
+    Args:
+        tf32: float32 operands are rounded to 10 bits of fraction, which is several times as fast; sums stay float32.
+    """
+
+    def __init__(self, *, tf32: bool = False) -> None:
         self._cp = cupy()
+        self._compute = {"float32": _COMPUTE_TF32} if tf32 else {}
         self._library = cuda_library("cublasLt")
         self._handle = ctypes.c_void_p()
         _check(self._library.cublasLtCreate(ctypes.byref(self._handle)))
@@ -65,7 +73,8 @@ class CublasLt:
 
         Args:
             a: (m, k), b: (k, n): of one dtype, float32 or a half one; rows or columns contiguous, no length 0.
-            out: (m, n) with contiguous rows, float32 or of the operands' dtype.
+                Or stacks of as many of them, (s, m, k) and (s, k, n).
+            out: (m, n), or (s, m, n), with contiguous rows, float32 or of the operands' dtype.
             bias: (n,) contiguous, aligned to 16 bytes, of the dtype of `out`.
         """
         first, second, target = _matrix(b), _matrix(a), _matrix(out)
@@ -107,7 +116,8 @@ class CublasLt:
 
     def _plan(self, first: _Matrix, second: _Matrix, target: _Matrix, bias: Array | None) -> _Plan:
         product, preference = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(self._library.cublasLtMatmulDescCreate(ctypes.byref(product), _COMPUTE_FLOAT32, _FLOAT32))
+        compute = self._compute.get(first.dtype, _COMPUTE_FLOAT32)
+        _check(self._library.cublasLtMatmulDescCreate(ctypes.byref(product), compute, _FLOAT32))
         self._set_number(product, _TRANSPOSE_FIRST, ctypes.c_int32(first.transposed))
         self._set_number(product, _TRANSPOSE_SECOND, ctypes.c_int32(second.transposed))
         pointer = ctypes.c_uint64(0 if bias is None else address(bias))
@@ -116,9 +126,10 @@ class CublasLt:
             self._set_number(product, _BIAS_POINTER, pointer)
         layouts = [self._layout(matrix) for matrix in (first, second, target)]
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
+        in_output_type = _REDUCE_IN_OUTPUT_TYPE if target.dtype == "float32" else 0
         wishes: dict[int, Any] = {
             _MAX_WORKSPACE: ctypes.c_uint64(_WORKSPACE_BYTES),
-            _REDUCTIONS: ctypes.c_uint32(_REDUCE_IN_FLOAT32),
+            _REDUCTIONS: ctypes.c_uint32(_REDUCE_IN_COMPUTE_TYPE | in_output_type),
         }
         for attribute, matrix in zip(_MIN_ALIGNMENTS, (first, second, target, target), strict=True):
             wishes[attribute] = ctypes.c_uint32(matrix.alignment)
@@ -158,6 +169,13 @@ class CublasLt:
                 ctypes.c_int64(matrix.stride),
             )
         )
+        stack = {_BATCH_COUNT: ctypes.c_int32(matrix.num_stacked), _BATCH_STRIDE: ctypes.c_int64(matrix.stack_stride)}
+        for attribute, value in stack.items():
+            _check(
+                self._library.cublasLtMatrixLayoutSetAttribute(
+                    layout, attribute, ctypes.byref(value), ctypes.sizeof(value)
+                )
+            )
         return layout
 
     def _set_number(self, product: ctypes.c_void_p, attribute: int, value: Any) -> None:
@@ -176,19 +194,21 @@ class _Plan(NamedTuple):
 
 
 def lines_up(x: Array) -> bool:
-    """Return whether a matrix has contiguous rows or columns that do not overlap, as cuBLASLt needs it."""
-    (rows, columns), (by_row, by_column), size = x.shape, x.strides, x.itemsize
+    """Return whether matrices have contiguous rows or columns that do not overlap, as cuBLASLt needs them."""
+    (rows, columns), (by_row, by_column), size = x.shape[-2:], x.strides[-2:], x.itemsize
     by_rows = (by_column == size or columns == 1) and (by_row >= columns * size or rows == 1)
     by_columns = (by_row == size or rows == 1) and (by_column >= rows * size or columns == 1)
-    return bool((by_rows or by_columns) and by_row % size == by_column % size == 0)
+    return bool((by_rows or by_columns) and all(stride % size == 0 for stride in x.strides))
 
 
 def _matrix(x: Array) -> _Matrix:
-    (rows, columns), (by_row, by_column), size = x.shape, x.strides, x.itemsize
+    (rows, columns), (by_row, by_column), size = x.shape[-2:], x.strides[-2:], x.itemsize
     pointer, dtype = address(x), x.dtype.name
+    stack = (1, 0) if x.ndim == 2 else (len(x), x.strides[0] // size)
     if (by_column == size or columns == 1) and (by_row >= columns * size or rows == 1):
-        return _Matrix(pointer, dtype, rows, columns, max(columns, by_row // size) if rows > 1 else columns, False)
-    return _Matrix(pointer, dtype, columns, rows, max(rows, by_column // size) if columns > 1 else rows, True)
+        stride = max(columns, by_row // size) if rows > 1 else columns
+        return _Matrix(pointer, dtype, rows, columns, stride, False, *stack)
+    return _Matrix(pointer, dtype, columns, rows, max(rows, by_column // size) if columns > 1 else rows, True, *stack)
 
 
 def _check(status: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array, address
+from minigrad.backend import Array, address, uses_tf32
 from minigrad.kernels.gpu_launch import (
     add_up_parts,
     aligned,
@@ -27,17 +27,24 @@ __all__ = ["add", "column_sum", "linear", "multiply", "product"]
 
 @functools.cache
 def _products(device: int) -> CublasLt:
-    return CublasLt()
+    return CublasLt(tf32=uses_tf32())
 
 
 def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or not (a.size and b.size):
+    fits = a.ndim == b.ndim >= 2 and (*a.shape[:-2], a.shape[-1]) == b.shape[:-1] and a.dtype == b.dtype
+    if not (fits and a.size and b.size):
         return reference.product(a, b, out, add)
+    rows, columns = a.shape[-2], b.shape[-1]
     if out is None:
-        out = new_rows(len(a), b.shape[1], a.dtype)
-    if not (out.dtype in (a.dtype, np.float32) and out.strides[1] == out.itemsize and lines_up(out)):
-        return reference.product(a, b, out, add)
-    _products(cp.cuda.Device().id)(_lined_up(a), _lined_up(b), out, add=add)
+        stack = a.ndim > 2
+        out = cp.empty((*a.shape[:-1], columns), a.dtype) if stack else new_rows(rows, columns, a.dtype)
+    target = _stacked(out)
+    takes = out.dtype in (a.dtype, np.float32) and out.strides[-1] == out.itemsize and lines_up(target)
+    if not takes or address(target) != address(out):  # the stack is not evenly spaced
+        own = product(a, b, cp.empty(out.shape, np.float32 if add or out.dtype != a.dtype else a.dtype))
+        out[...] = out + own if add else own
+        return out
+    _products(cp.cuda.Device().id)(_lined_up(a), _lined_up(b), target, add=add)
     return out
 
 
@@ -49,7 +56,13 @@ def linear(x: Array, w: Array, b: Array) -> Array:
     return y
 
 
+def _stacked(x: Array) -> Array:
+    """Return a matrix itself, and a stack of any number of axes as one of one axis: a copy where it must be."""
+    return x if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])
+
+
 def _lined_up(x: Array) -> Array:
+    x = _stacked(x)
     return x if lines_up(x) else contiguous(x)
 
 
