@@ -38,6 +38,7 @@ def main() -> None:
         stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
     )
     ddp = DistributedDataParallel(stages, mesh.dp)
+    pipe.check_deadlock_free(ddp)
     optimizer = Optimizer(stages.parameters(), AdamW(settings.lr))
     batches = TokenBatches(
         train,

@@ -96,6 +96,7 @@ def main() -> None:
         check_every=settings.check_every,
         recorder=pipe.recorder,
     )
+    pipe.check_deadlock_free(ddp)
     if settings.precision != "float32":
         use_precision(stages.parameters(), settings.precision)
     optimizer = ddp.optimizer(rule)

@@ -173,6 +173,7 @@ class _SpreadRun:
         pipe = PipelineExecutor(
             stages, mesh.pp, self.schedule, num_microbatches=self.num_microbatches, loss_fn=case.loss_fn
         )
+        pipe.check_deadlock_free(ddp)
         largest = 0.0
         for number, ((x, y), step) in enumerate(zip(case.batches, expected, strict=True)):
             rows = np.split(np.arange(len(x)), np.cumsum(microbatch.sizes(len(x), mesh.dp.size))[:-1])[mesh.dp.rank]

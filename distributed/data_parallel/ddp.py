@@ -243,6 +243,11 @@ class DistributedDataParallel:
         if self._is_whole_step:
             self.recorder.enter("compute", "optimizer")
 
+    @property
+    def bucket_params(self) -> list[list[Parameter]]:
+        """The parameters of each bucket, in the order in which all ranks launch them."""
+        return [list(bucket.range.params) for bucket in self.buckets.buckets]
+
     def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
         """Return an optimizer of the model: of this rank's shards of it, where ranks share its state out.
 

@@ -1,19 +1,18 @@
 """`python -m pipeline check`: is a schedule complete, and can its messages block each other?
 
-With `--dp`, replicas of it are proved together with the reductions of their gradients: each stage is a bucket, which
-all replicas reduce together once its gradients are final there, in the middle of the step.
+With `--dp`, replicas of it are proved together with the reductions of their gradients, in the middle of the step: each
+stage is a bucket, which all replicas reduce together, that of a rank's last stage first.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from pipeline.cli import flags
 from pipeline.cli.schedule_flags import add_schedule, checked
-from pipeline.schedules.action import Action, Kind
-from pipeline.schedules.deadlock import Collective, Step, check_deadlock_free
+from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.lower import lower
+from pipeline.schedules.whole_step import Replica, check_whole_step
 
 HELP = "check a schedule: its order, and that it cannot deadlock"
 
@@ -27,26 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Check a schedule's order, and prove that what ranks send and reduce cannot block them."""
-    schedule, orders, num_stages, title = checked(arguments)
+    asked = checked(arguments)
+    schedule, orders, num_stages, title = asked.schedule, asked.orders, asked.num_stages, asked.title
     programs = lower(orders, rank_of=schedule.rank_of, num_stages=num_stages)
     dp = arguments.dp
     flags.check_size(dp * sum(map(len, programs)))
     proved = "messages"
-    steps: list[list[Step]] = [list(program) for program in programs]
-    if dp > 1:
+    if dp == 1:
+        check_deadlock_free(programs, rank_of=schedule.rank_of, num_stages=num_stages)
+    else:
         proved, title = "messages and reductions", f"{title}, {dp} replicas"
-        steps = [with_reductions(program, rank, len(programs), dp) for rank, program in enumerate(programs)] * dp
-    check_deadlock_free(steps, rank_of=schedule.rank_of, num_stages=num_stages, num_replicas=dp)
+        check_whole_step([Replica.by_stage(orders)] * dp, rank_of=schedule.rank_of, num_stages=num_stages)
     print(f"{title}: complete, in order, and no timing of {proved} can deadlock it")
-
-
-def with_reductions(program: Sequence[Action], rank: int, num_ranks: int, dp: int) -> list[Step]:
-    """Add the reduction of each stage's gradients to a rank's program, where its last backward has made them final."""
-    last = {action.stage: index for index, action in enumerate(program) if action.kind in (Kind.W, Kind.BW)}
-    copies = tuple(rank + k * num_ranks for k in range(dp))
-    steps: list[Step] = []
-    for index, action in enumerate(program):
-        steps.append(action)
-        if last.get(action.stage) == index:
-            steps.append(Collective(f"reduce stage {action.stage}", copies))
-    return steps

@@ -31,12 +31,14 @@ from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.handshake import Handshake, agree_on_orders, training_orders
 from pipeline.runtime.p2p import PointToPoint
 from pipeline.runtime.program import Task, program_of
+from pipeline.runtime.replicas import Reduces, replicas_of
 from pipeline.runtime.stage import LocalStages
 from pipeline.runtime.step import Batch, Mode, PipelineOutput, StepState
 from pipeline.runtime.step_hooks import StepHooks
 from pipeline.schedules.action import Action, Kind
 from pipeline.schedules.orders import backwards_of, forwards_of
 from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.whole_step import check_whole_step
 
 Program = tuple[Task, ...]
 LossFn = Callable[[Any, Array], Tensor]
@@ -190,6 +192,19 @@ class PipelineExecutor:
         self._waiting = None
         self._p2p.begin(state.given.specs)
         return self._backward(self._programs_apart(state.num_microbatches)[1], state, hooks)
+
+    def check_deadlock_free(self, ddp: Reduces) -> None:
+        """Prove that messages and the reductions of `ddp`, taken together, make no ranks wait for each other.
+
+        Messages alone are proved when this is made. Collective over the ranks of all replicas.
+
+        Raises:
+            ValueError: a bucket has a parameter of no stage here, or the schedule does not allow these sizes.
+            ScheduleError: what is stuck, in ranks of all replicas; the same on every rank.
+        """
+        orders = training_orders(self._schedule, self.comm.size, self.num_microbatches)
+        replicas = replicas_of(self.stages, self.comm, ddp, orders)
+        check_whole_step(replicas, rank_of=self._schedule.rank_of, num_stages=self._last_stage + 1)
 
     def cancel(self) -> None:
         """Give up a `forward` whose backward will not come, and what it keeps. On every rank, or on none.

@@ -251,6 +251,7 @@ class LocalStages:
         comm: the ranks of the pipeline.
         tied: parameters that another rank holds a copy of (the same name), in one order on all ranks. The copies
             start with the values of the first rank that holds one.
+        tied_groups: the ranks that hold copies of the same parameters, in the order in which they sum their gradients.
     Raises:
         ValueError: two ranks give a parameter of one name different shapes or dtypes, or share it without a tie; the
             same message on every rank.
@@ -267,7 +268,8 @@ class LocalStages:
         # Squares of a gradient norm count a tied parameter once: on the first rank that holds it.
         self._counted_elsewhere = {own[n] for n, ranks in holders.items() if n in own and ranks[0] != comm.rank}
         self._groups: list[tuple[Communicator, list[Parameter]]] = []
-        for ranks in sorted({tuple(ranks) for ranks in holders.values()}):
+        self.tied_groups = tuple(sorted({tuple(ranks) for ranks in holders.values()}))
+        for ranks in self.tied_groups:
             group = comm.split(color=0 if comm.rank in ranks else 1)
             if comm.rank in ranks:
                 copies = [own[name] for name in holders if tuple(holders[name]) == ranks]

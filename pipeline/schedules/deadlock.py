@@ -46,7 +46,7 @@ def check_deadlock_free(
     rank_of: Placement,
     num_stages: int,
     num_replicas: int = 1,
-    closing: Sequence[Collective] = (),
+    closing: Sequence[Sequence[Collective]] = (),
     synchronous_sends: bool = False,
 ) -> None:
     """Refuse programs that do not all come to their end, run as the executor runs them.
@@ -63,13 +63,13 @@ def check_deadlock_free(
     Args:
         programs: of every rank, from `lower`; collectives may stand in them where they are launched.
         num_replicas: copies of the pipeline; programs[k * P : (k + 1) * P] are those of replica k on P ranks.
-        closing: collectives after the last send, in order.
+        closing: collectives of every rank after its last send, in order.
     Raises:
         ScheduleError: ranks that wait for each other, as few as there are; `cells` says where they are stuck. Or a
             receive is posted that nothing takes, or a send comes before what it sends.
     """
     num_ranks = len(programs) // num_replicas
-    steps = [[*program, *(c for c in closing if rank in c.ranks)] for rank, program in enumerate(programs)]
+    steps = [[*program, *end] for program, end in zip(programs, closing or [[]] * len(programs), strict=True)]
     world = _World(rank_of, num_stages, num_ranks)
     runs = [world.run(rank, steps[rank], len(programs[rank]), synchronous_sends) for rank in range(len(programs))]
     waits = {rank: next(run, None) for rank, run in enumerate(runs)}

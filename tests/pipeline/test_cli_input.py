@@ -4,10 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline import SCHEDULES, Collective, ScheduleError, from_text
+from pipeline import SCHEDULES, ScheduleError, from_text
 from pipeline.cli import main as cli
 from pipeline.cli.flags import MOST_ACTIONS
-from pipeline.schedules import deadlock
 from pipeline.schedules.csv_file import MOST_CHARACTERS
 from pipeline.schedules.drawing.text import draw_order
 
@@ -147,23 +146,6 @@ def test_replicas_are_proved_with_their_reductions(schedule, capsys):
     status, out, err = run(["check", schedule, "--dp", "3"], capsys)
     assert (status, err) == (0, "")
     assert ", 3 replicas: complete, in order, and no timing of messages and reductions can deadlock it" in out
-
-
-def test_reductions_in_another_order_on_one_replica_are_found(monkeypatch, capsys):
-    """As where replicas would launch their buckets in order of arrival."""
-    from pipeline.cli import check
-
-    def steps_of(programs, **place):
-        found = [list(program) for program in programs]
-        places = [i for i, step in enumerate(found[0]) if isinstance(step, Collective)]
-        first, last = places[0], places[-1]
-        found[0][first], found[0][last] = found[0][last], found[0][first]
-        deadlock.check_deadlock_free(found, **place)
-
-    monkeypatch.setattr(check, "check_deadlock_free", steps_of)
-    status, _, err = run(["check", "looped_bfs", "--dp", "2"], capsys)
-    assert status == 2
-    assert "deadlock: rank 0 in reduce stage 0 waits for reduce stage 0 on rank 4" in err
 
 
 # Drawings in errors

@@ -126,7 +126,7 @@ rank 0  ... 0BW1  0SEND_F0  []
 def test_the_end_comes_before_the_closing_collectives():
     programs = [[*ONE_F_ONE_B[0], Action.parse("0SEND_F0")], ONE_F_ONE_B[1]]
     with pytest.raises(ScheduleError, match="deadlock: rank 0 in its end waits for 1RECV_F0, which"):
-        check(programs, closing=[ALLREDUCE])
+        check(programs, closing=[[ALLREDUCE], [ALLREDUCE]])
 
 
 def test_a_receive_that_nothing_takes_would_eat_the_next_message():
@@ -182,7 +182,7 @@ def with_last(programs, *collectives):
 
 def test_collectives_in_one_order_end():
     buckets = [Collective("bucket 0", (0, 1)), Collective("bucket 1", (0, 1))]
-    check(with_last(ONE_F_ONE_B, buckets, buckets), closing=[ALLREDUCE])
+    check(with_last(ONE_F_ONE_B, buckets, buckets), closing=[[ALLREDUCE], [ALLREDUCE]])
 
 
 def test_collectives_in_two_orders_do_not():
@@ -220,7 +220,7 @@ rank 1  1RECV_F0  [1F0]  1RECV_F1  1BW0 ...
 
 
 def test_closing_collectives_come_after_the_sends_and_only_where_they_belong():
-    check(ONE_F_ONE_B, closing=[Collective("alone", (1,)), ALLREDUCE])
+    check(ONE_F_ONE_B, closing=[[ALLREDUCE], [Collective("alone", (1,)), ALLREDUCE]])
 
 
 def test_replicas_meet_in_their_buckets():
