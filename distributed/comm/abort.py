@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
+from distributed.comm.outcome import job_folder, lose
+
 
 class JobEnd:
     """Ends every rank of the job with one rank's words.
@@ -21,12 +23,21 @@ class JobEnd:
     Args:
         rank: of this process, for its words.
         abort: ends all ranks with an exit status; may block, as MPI's own can over a cut link.
+        loses: exceptions that are no fault of the program, after which a launcher that can starts the job again.
         limit_seconds: how long it may; then this process ends by itself.
     """
 
-    def __init__(self, rank: int, abort: Callable[[int], object], *, limit_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        abort: Callable[[int], object],
+        *,
+        loses: tuple[type[Exception], ...] = (),
+        limit_seconds: float = 5.0,
+    ) -> None:
         self._rank = rank
         self._abort = abort
+        self._loses = loses
         self._limit_seconds = limit_seconds
 
     def __call__(self, message: str, status: int = 1) -> NoReturn:
@@ -52,6 +63,8 @@ class JobEnd:
         threading.excepthook = self._on_thread_exception
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, self._loses) and job_folder() is not None:
+            lose(f"[rank {self._rank}] {kind.__name__}: {error}")
         self("".join(traceback.format_exception(kind, error, trace)))
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:

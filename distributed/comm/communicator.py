@@ -307,11 +307,14 @@ class Communicator(ABC):
         """Whether this process took the place of a rank that died, and has none of the run's state."""
         return False
 
-    def vote(self, yes: bool) -> bool:
+    def vote(self, yes: bool, *, idle: bool = False) -> bool:
         """Return whether all ranks live and all of them say yes: the same on every rank, whoever dies meanwhile.
 
         Collective, blocking; of a world that survives failures, see `failure.py`. In any other a death ends the job, so
         nothing is asked.
+
+        Args:
+            idle: this rank has nothing to do meanwhile, and leaves its core to others.
         """
         return yes
 

@@ -27,6 +27,9 @@ class Heal(Enum):
     SHRINK = "shrink"
     """The ranks that live, in their old order."""
 
+    SPARES = "spares"
+    """The same; but some of them had waited for this, and take the places of the dead: see `recovering`."""
+
 
 class RankFailure(RuntimeError):  # noqa: N818  # what failed is the rank
     """Ranks of this world are dead, so the operation cannot be completed, nor any other of its communicators.

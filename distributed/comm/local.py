@@ -224,7 +224,7 @@ class LocalCommunicator(Communicator):
     def is_newcomer(self) -> bool:
         return self._is_newcomer
 
-    def vote(self, yes: bool) -> bool:
+    def vote(self, yes: bool, *, idle: bool = False) -> bool:
         rank = self._space.members[self.rank]
         self._job.count_call(rank)
         return self._space.family.vote(next(self._num_votes), rank, yes)

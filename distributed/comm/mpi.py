@@ -52,10 +52,11 @@ def mpi_world(settings: Settings) -> MPICommunicator:
     """Return the communicator of all ranks, and make an uncaught exception on any of them end the job. Collective."""
     if settings.survive:
         check_ulfm(MPI)
-        newcomers = join(MPI)
+        newcomers = join(MPI, timeout_seconds=settings.timeout_seconds)
         if newcomers is not None:
             return _world_of(newcomers, settings, Heal.REPLACE)  # as the others do, or it would not have been started
-        return _world_of(MPIFamily(MPI, MPI.COMM_WORLD.Dup()), settings, Heal.SHRINK)
+        family = MPIFamily(MPI, MPI.COMM_WORLD.Dup(), timeout_seconds=settings.timeout_seconds)
+        return _world_of(family, settings, Heal.SHRINK)
     _job_end(MPI.COMM_WORLD).on_uncaught_exception()
     return MPICommunicator(MPI.COMM_WORLD, _agreed(settings, MPI.COMM_WORLD))
 
@@ -63,9 +64,10 @@ def mpi_world(settings: Settings) -> MPICommunicator:
 def _world_of(family: MPIFamily, settings: Settings, how: Heal) -> MPICommunicator:
     """Return a family's world, whoever dies while it is made: then that of the family after it. Collective."""
     while True:
-        _job_end(family.world).on_uncaught_exception()
+        _job_end(family.world, loses=(RankFailure, TimeoutError, MPI.Exception)).on_uncaught_exception()
         try:
             with family.guarded():
+                family.meet()
                 world = MPICommunicator(family.world, _agreed(settings, family.world), family=family)
             whole = True
         except RankFailure:
@@ -81,8 +83,8 @@ def finalize_at_exit() -> None:
     atexit.register(MPI._set_abort_status, 0)
 
 
-def _job_end(world: MPI.Comm) -> JobEnd:
-    return JobEnd(world.Get_rank(), world.Abort)
+def _job_end(world: MPI.Comm, loses: tuple[type[Exception], ...] = ()) -> JobEnd:
+    return JobEnd(world.Get_rank(), world.Abort, loses=loses)
 
 
 def _agreed(settings: Settings, world: MPI.Comm) -> Settings:
@@ -189,8 +191,8 @@ class MPICommunicator(Communicator):
     def is_newcomer(self) -> bool:
         return self._family is not None and self._family.is_newcomer
 
-    def vote(self, yes: bool) -> bool:
-        return yes if self._family is None else self._family.vote(yes)
+    def vote(self, yes: bool, *, idle: bool = False) -> bool:
+        return yes if self._family is None else self._family.vote(yes, idle=idle)
 
     def heal(self, how: Heal) -> Communicator:
         if self._family is None:

@@ -16,20 +16,25 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import numpy as np
 
 from distributed.comm.failure import Heal, RankFailure
-
-OUTCOME = "MINIGRAD_OUTCOME"
-"""The environment variable that names a file: there once a world that has healed came to its end, on all ranks."""
+from distributed.comm.outcome import die_with_parent, end_now, is_running, job_folder, lose, note_end
 
 STUCK_SECONDS = 20.0  # to start new ranks and meet them takes 1 to 2, on a busy machine a few more
-_TURN_SECONDS = 5.0  # for an error to reach all ranks, and far more than that
+_LOOK_SECONDS = 0.05
+_NAP_SECONDS = 1e-3
+_LEAVE_SECONDS = 1.0  # for the last to hear that all have come
 _NEWCOMER = "MINIGRAD_NEWCOMER"
+_NEWCOMERS = "newcomers"  # in the job's folder: a file for each, whose name is its process number
 # An error in MPI_Init, whose other side is dead, must not end the whole job.
 _NEWCOMERS_ENVIRONMENT = (f"{_NEWCOMER}=1", "OMPI_MCA_mpi_initial_errhandler=mpi_errors_return")
 _WELCOME = 1  # the tag of what the old ranks send to a new one when they have agreed on it
@@ -56,13 +61,24 @@ class MPIFamily:
         mpi: mpi4py.MPI.
         world: of all its ranks.
         before: the family that this one comes after: what is under way in it must stay in memory.
+        timeout_seconds: the longest that a rank waits for the others in a vote, or to heal.
         is_newcomer: whether this process took the place of a rank that died.
     """
 
-    def __init__(self, mpi: Any, world: Any, before: MPIFamily | None = None, *, is_newcomer: bool = False) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        world: Any,
+        before: MPIFamily | None = None,
+        *,
+        timeout_seconds: float,
+        is_newcomer: bool = False,
+    ) -> None:
         self.is_newcomer = is_newcomer
         self.world = world
         self._mpi = mpi
+        self._timeout_seconds = timeout_seconds
+        self._processes: list[tuple[str, int]] = []
         self._comms = [world]
         self._failure: RankFailure | None = None
         self._before = before
@@ -71,6 +87,10 @@ class MPIFamily:
         """Let a communicator fail with the family; return it."""
         self._comms.append(comm)
         return comm
+
+    def meet(self) -> None:
+        """Learn which processes the ranks are. Collective, blocking."""
+        self._processes = self.world.allgather((socket.gethostname(), os.getpid()))
 
     def check(self) -> None:
         """Raise RankFailure if a rank is dead; a look at what this rank has been told, no message."""
@@ -98,55 +118,65 @@ class MPIFamily:
         except self._mpi.Exception as error:
             raise self.translate(error) from error
 
-    def vote(self, yes: bool) -> bool:
+    def vote(self, yes: bool, *, idle: bool = False) -> bool:
         """See `Communicator.vote`: ULFM's agreement, which is the same everywhere."""
+        flag = np.array([yes], np.int32)
+        end = time.monotonic() + self._timeout_seconds
         try:
-            return bool(self.world.Agree(int(yes)))
+            request = self.world.Iagree(flag)
+            while not request.Test():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no rank may wait longer than {self._timeout_seconds:g} s, but a vote takes so")
+                if idle:
+                    time.sleep(_NAP_SECONDS)
+                else:
+                    os.sched_yield()
         except self._mpi.Exception:  # on every rank alike: somebody was dead before it had voted
             self._fail()
             return False
+        return bool(flag[0])
 
     def heal(self, how: Heal) -> MPIFamily:
-        """See `Communicator.heal`."""
+        """See `Communicator.heal`. Where MPI cannot, the launcher starts the whole job again."""
         if self._failure is None:
             self._fail()
-        while True:
+        with lost_if("the ranks that live did not meet", seconds=self._timeout_seconds):
             survivors = self.world.Shrink()
-            dead = sorted(set(range(self.world.Get_size())) - set(self._ranks_of(survivors)))
-            world = survivors if how is Heal.SHRINK or not dead else self._with_newcomers(survivors, dead)
-            if world is not None:
-                return MPIFamily(self._mpi, world, self)
+        lived = self._ranks_of(survivors)
+        dead = sorted(set(range(self.world.Get_size())) - set(lived))
+        if how is Heal.REPLACE and dead:
+            here = socket.gethostname()
+            pids = [self._processes[rank][1] for rank in lived if self._processes[rank][0] == here]
+            with lost_if("new ranks did not start", seconds=STUCK_SECONDS, dies=pids):
+                world = self._with_newcomers(survivors, dead)
+        else:
+            world = survivors
+        leave_at_exit(world)
+        return MPIFamily(self._mpi, world, self, timeout_seconds=self._timeout_seconds)
 
     def _with_newcomers(self, survivors: Any, dead: Sequence[int]) -> Any:
-        """Start a process for each dead rank, and return the world with them; None if that fails on any rank."""
+        """Start a process for each dead rank, and return the world with them.
+
+        One try: after a death in the midst of it Open MPI 5.0 may hang or crash in the next one.
+        """
         made: list[Any] = []  # what the newcomers are in, too
         try:
-            with dead_if_stuck(survivors.Get_rank()):
-                info = self._mpi.Info.Create({"wdir": os.getcwd(), "mpi_initial_errhandler": "mpi_errors_return"})
-                command = [*_NEWCOMERS_ENVIRONMENT, sys.executable, *sys.orig_argv[1:]]
-                made.append(survivors.Spawn("/usr/bin/env", command, maxprocs=len(dead), info=info))
-                made.append(made[-1].Merge(high=False))
-                made[-1].bcast(list(dead), 0)
-                made.append(made[-1].Split(0, self.world.Get_rank()))
-            done = True
-        except self._mpi.Exception:
-            done = False
-            survivors.Revoke()  # whoever waits inside for this rank stops waiting
-        try:
-            done = bool(survivors.Agree(int(done)))
-        except self._mpi.Exception:
-            done = False
-        if done:
-            world = made[-1]
-            if survivors.Get_rank() == 0:
-                with suppress(self._mpi.Exception):  # one that is dead already is seen by the next call
-                    for rank in dead:
-                        world.send(None, rank, _WELCOME)
-            leave_at_exit(world)
-            return world
-        for comm in made[1:]:
-            comm.Revoke()  # whoever was started sees that it is not wanted, and ends
-        return None
+            info = self._mpi.Info.Create({"wdir": os.getcwd(), "mpi_initial_errhandler": "mpi_errors_return"})
+            command = [*_NEWCOMERS_ENVIRONMENT, sys.executable, *sys.orig_argv[1:]]
+            made.append(survivors.Spawn("/usr/bin/env", command, maxprocs=len(dead), info=info))
+            made.append(made[-1].Merge(high=False))
+            made[-1].bcast(list(dead), 0)
+            made.append(made[-1].Split(0, self.world.Get_rank()))
+            if survivors.Agree(1):
+                world = made[-1]
+                if survivors.Get_rank() == 0:
+                    with suppress(self._mpi.Exception):  # one that is dead already is seen by the next call
+                        for rank in dead:
+                            world.send(None, rank, _WELCOME)
+                return world
+        except self._mpi.Exception as error:
+            lose(f"new ranks could not be started: {error}")
+        lose("new ranks could not be started on every rank")
 
     def _ranks_of(self, comm: Any) -> list[int]:
         group = comm.Get_group()
@@ -161,7 +191,7 @@ class MPIFamily:
                 comm.Revoke()
 
 
-def join(mpi: Any) -> MPIFamily | None:
+def join(mpi: Any, *, timeout_seconds: float) -> MPIFamily | None:
     """Join the world that this process was started for in a dead rank's place; None for any other process."""
     parents = mpi.Comm.Get_parent()
     if parents == mpi.COMM_NULL:
@@ -173,25 +203,59 @@ def join(mpi: Any) -> MPIFamily | None:
             world = merged.Split(0, dead[mpi.COMM_WORLD.Get_rank()])
             world.recv(None, min(set(range(world.Get_size())) - set(dead)), _WELCOME)
     except mpi.Exception:  # the others could not agree on this one
-        _end_without_farewell()
+        end_now()
+    folder = job_folder()
+    if folder is not None:
+        (folder / _NEWCOMERS / str(os.getpid())).unlink(missing_ok=True)
     leave_at_exit(world)
-    return MPIFamily(mpi, world, is_newcomer=True)
+    return MPIFamily(mpi, world, timeout_seconds=timeout_seconds, is_newcomer=True)
 
 
 @contextmanager
-def dead_if_stuck(turn: int = 0) -> Iterator[None]:
-    """Kill this process where what is inside takes far too long.
+def lost_if(what: str, *, seconds: float, dies: Iterable[int] = ()) -> Iterator[None]:
+    """Lose the job where what is inside takes too long, or a process that takes part in it dies.
 
-    Open MPI's calls that start processes and meet them may not return when one that takes part dies meanwhile. Dead,
-    the process inside is one more rank to be replaced, and those that wait for it get an error. It is SIGALRM that
-    kills, which the kernel sends: mpi4py starts MPI with Python's lock in its hand, so no thread could. For the main
-    thread only.
+    Open MPI's calls that start processes and meet them may not return when one that takes part dies meanwhile. A thread
+    watches, since mpi4py lets Python go on in these calls.
 
     Args:
-        turn: ranks that are stuck together die in this order, so that the first may free the others.
+        what: would be the fault.
+        dies: processes of this host; newcomers that have noted themselves in the job's folder are watched too.
+    """
+    done = threading.Event()
+    watched = [*dies]
+    folder = job_folder()
+
+    def watch() -> None:
+        end = time.monotonic() + seconds
+        while not done.wait(_LOOK_SECONDS):
+            if time.monotonic() > end:
+                lose(f"{what} within {seconds:g} s")
+            if not watched:
+                continue
+            newcomers = [] if folder is None else [int(path.name) for path in (folder / _NEWCOMERS).glob("*")]
+            gone = [pid for pid in watched + newcomers if not is_running(pid)]
+            if gone and not done.is_set():
+                lose(f"{what}: process {gone[0]} died meanwhile")
+
+    thread = threading.Thread(target=watch, name="lost_if", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def dead_if_stuck() -> Iterator[None]:
+    """Kill this process where what is inside takes far too long: the start of MPI in a newcomer whose parents died.
+
+    It is SIGALRM that kills, which the kernel sends: mpi4py starts MPI with Python's lock in its hand, so no thread
+    could. For the main thread only.
     """
     handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    before = signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS + turn * _TURN_SECONDS)
+    before = signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS)
     try:
         yield
     finally:
@@ -202,37 +266,44 @@ def dead_if_stuck(turn: int = 0) -> Iterator[None]:
 @contextmanager
 def starting() -> Iterator[None]:
     """Let MPI start inside; a newcomer that it fails or hangs in, as those who started it are dead, ends quietly."""
+    folder = job_folder()
+    if folder is not None:
+        die_with_parent()
     if os.environ.pop(_NEWCOMER, None) is None:  # not for processes that this one starts
         yield
         return
+    if folder is not None:
+        (folder / _NEWCOMERS).mkdir(exist_ok=True)
+        (folder / _NEWCOMERS / str(os.getpid())).touch()
     try:
         with dead_if_stuck():
             yield
     except Exception:
-        _end_without_farewell()
+        end_now()
 
 
 def leave_at_exit(world: Any) -> None:
     """Let this process end as soon as all ranks of a world come to their end, without MPI's own farewell.
 
-    Between processes of which some were started later that farewell (MPI_Finalize) may wait for ever, in Open MPI 5.0.
-    The launcher sees killed processes and says so; `python -m distributed.recovery` knows better.
+    Between processes of which some were started later or have died that farewell (MPI_Finalize) may wait for ever, in
+    Open MPI 5.0. The launcher sees killed processes and says so; `python -m distributed.recovery` knows better.
     """
+    atexit.unregister(_leave)  # for the world before
     atexit.register(_leave, world)
 
 
 def _leave(world: Any) -> None:
-    try:
-        everybody = bool(world.Agree(1))
-    except Exception:  # some rank is dead, or a newer world has left first
-        everybody = False
-    if everybody and world.Get_rank() == 0 and OUTCOME in os.environ:
-        Path(os.environ[OUTCOME]).touch()
-    _end_without_farewell()
+    """Wait until all ranks are here, and then until all know it: whoever leaves is dead to those that still wait."""
+    with suppress(Exception):  # a rank is dead, so it did not come; or has left, so all had come
+        _pass_barrier(world)
+        note_end()
+        _pass_barrier(world, seconds=_LEAVE_SECONDS)
+    end_now()
 
 
-def _end_without_farewell() -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
+def _pass_barrier(world: Any, seconds: float = float("inf")) -> None:
+    request, end = world.Ibarrier(), time.monotonic() + seconds
+    while not request.Test() and not world.Get_failed().Get_size() and time.monotonic() < end:
+        time.sleep(_NAP_SECONDS)
+    if not request.Test():
+        raise RankFailure

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from distributed.comm.communicator import Communicator
 from distributed.comm.mpi_family import starting
+from distributed.comm.outcome import note_end
 from distributed.comm.settings import Settings
 from distributed.comm.solo import SoloCommunicator
 from distributed.comm.topology import describe_places, this_place
@@ -96,6 +97,7 @@ def exit_together(status: int) -> NoReturn:
     `python -m mpi4py` takes an exit status of one rank for its failure, and aborts the job, which an MPI tells at
     length. Here nobody is left waiting, so it need not.
     """
+    note_end(status)  # which a world that has healed could not tell its launcher
     if "mpi4py.MPI" in sys.modules:
         from distributed.comm.mpi import finalize_at_exit
 

@@ -13,13 +13,15 @@ lets the optimizer step, which needs nobody. So a death leaves every living rank
 at its end. Each living rank votes once an attempt, whatever happens to it, which keeps the votes matched.
 
 After a death the ranks heal their world, `build` makes everything anew for it, and the state comes, in this order, from
-whoever lives and has it; from a buddy's copy, with the steps since done again; or from `restore`.
+whoever lives and has it; from a buddy's copy, with the steps since done again; or from `restore`. Before they heal,
+they leave what they have for a job that comes after theirs, see `rescue.py`: then it comes from there.
 """
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,7 +30,8 @@ from typing import Any, Generic, TypeVar
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.failure import Heal, RankFailure
 from distributed.recovery.buddies import Buddies
-from distributed.recovery.state import MissingError, Training, arrays_of, hand_over
+from distributed.recovery.rescue import Rescue
+from distributed.recovery.state import MissingError, Snapshot, Training, arrays_of, hand_over
 
 T = TypeVar("T", bound=Training)
 
@@ -39,10 +42,12 @@ class Recovery:
 
     Attributes:
         step: the next to be done.
-        source: where the state came from: "a living rank", "a buddy's copy", "the restore function", "the beginning".
+        source: where the state came from: "a living rank", "a buddy's copy", "the job before" (which was lost),
+            "the restore function", "the beginning".
         num_redone: steps that were done before and are done again.
-        num_ranks: of the healed world.
-        seconds: from the moment that a rank saw the failure until all had the state again.
+        num_ranks: that train now.
+        seconds: from the moment that a rank saw the failure, or the launcher saw that the job was lost, until all had
+            the state again.
     """
 
     step: int
@@ -57,7 +62,7 @@ class Attempt(Generic[T]):
 
     Attributes:
         step: from 0.
-        comm: all ranks that there are.
+        comm: all ranks that train; spares are not among them.
         training: what `build` made for them.
         recovery: what went before this attempt, if that was a recovery.
         committed: whether the step is done.
@@ -66,6 +71,7 @@ class Attempt(Generic[T]):
     def __init__(self, loop: _Loop[T], step: int, training: T, recovery: Recovery | None) -> None:
         self.step = step
         self.training = training
+        assert loop.comm is not None
         self.comm = loop.comm
         self.recovery = recovery
         self.committed = False
@@ -85,7 +91,7 @@ class Attempt(Generic[T]):
             raise RuntimeError(f"step {self.step} was committed already")
         self._loop.before_vote()
         self._voted = True
-        if not self.comm.vote(True):
+        if not self._loop.world.vote(True):
             raise RankFailure
         if take:
             self.training.optimizer.step()
@@ -100,11 +106,13 @@ class Attempt(Generic[T]):
             if not self._voted:
                 raise RuntimeError(f"step {self.step} ended without attempt.commit(), which lets the optimizer step")
             return False
+        if isinstance(error, TimeoutError):  # a rank hangs, say: the launcher may start the job again
+            self._loop.leave_behind()
         if not isinstance(error, RankFailure):
             return False
         if not self._voted:
             self._voted = True
-            self.comm.vote(False)
+            self._loop.world.vote(False)
         return True  # a committed step is done: the next attempt meets the failure
 
 
@@ -116,6 +124,8 @@ def recovering(
     heal: Heal = Heal.REPLACE,
     restore: Callable[[T], int] | None = None,
     buddy_every: int = 0,
+    num_spares: int = 0,
+    usable: Callable[[int], int] | None = None,
 ) -> Iterator[Attempt[T]]:
     """Yield attempts at the steps of a run until all are done, whoever dies. Collective.
 
@@ -124,26 +134,42 @@ def recovering(
         build: makes model, optimizer, data and whatever a step needs, for the ranks of a communicator; called again
             after each failure. What it builds must depend on nothing else.
         num_steps: of the whole run.
-        heal: whether the dead are replaced, or the others go on without them.
+        heal: whether the dead are replaced, or the others go on without them, with spares in their places if there are.
         restore: loads a saved state, say from a checkpoint, into a training; returns the number of steps that are done,
             the same on every rank. Called at the beginning, and where nobody living has all of the state.
         buddy_every: steps between two rounds of copies in a buddy's memory; 0 for none.
+        num_spares: ranks that wait, the last ones at first, and step in when others die. To them the loop yields
+            nothing before they do.
+        usable: how many of so many ranks a layout has a place for; those left over wait as spares. All, by default.
+    Raises:
+        ValueError: buddy_every or num_spares is negative, or no rank is left that trains.
     """
-    loop = _Loop(comm, build, heal, restore, buddy_every)
+    loop = _Loop(comm, build, heal, restore, buddy_every, num_spares, usable)
     loop.begin()
-    while loop.step < num_steps:
-        attempt = loop.attempt()
-        yield attempt
-        if not attempt.committed:
-            loop.recover()
+    try:
+        while loop.step < num_steps:
+            if loop.comm is None:
+                loop.wait_as_spare()
+                if loop.ended:
+                    return
+                continue
+            attempt = loop.attempt()
+            yield attempt
+            if not attempt.committed:
+                loop.recover()
+    except GeneratorExit:
+        loop.end_early()
+        raise
 
 
 class _Loop(Generic[T]):
     """Where a run is, and how it gets back there.
 
     Attributes:
-        comm: the world, healed after each failure.
+        world: all ranks, healed after each failure.
+        comm: those that train; None on a spare.
         step: number of steps that are done.
+        ended: whether the ranks that train left the loop before its last step.
     """
 
     def __init__(
@@ -153,15 +179,24 @@ class _Loop(Generic[T]):
         heal: Heal,
         restore: Callable[[T], int] | None,
         buddy_every: int,
+        num_spares: int,
+        usable: Callable[[int], int] | None,
     ) -> None:
-        if buddy_every < 0:
-            raise ValueError(f"buddy_every must be at least 0, got {buddy_every}")
-        self.comm = comm
+        for name, value in {"buddy_every": buddy_every, "num_spares": num_spares}.items():
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        self.world = comm
+        self.comm: Communicator | None = None
         self.step = 0
+        self.ended = False
         self._build = build
         self._heal = heal
         self._restore = restore
         self._buddy_every = buddy_every
+        self._usable = usable
+        self._most = comm.size - num_spares
+        self._place: int | None = None  # among those that trained last
+        self._rescue = Rescue.of_job()
         self._training: T | None = None
         self._buddies: Buddies | None = None
         self._data: dict[str, Any] = {}  # its position at the beginning of the step
@@ -179,7 +214,6 @@ class _Loop(Generic[T]):
 
     def done(self, step: int) -> None:
         """Note that a step was committed; copy everything now and then."""
-        assert self._training is not None
         self._note(step)
         if self._buddies is not None:
             self._buddies.agreed()
@@ -187,81 +221,167 @@ class _Loop(Generic[T]):
                 self._copy()
 
     def begin(self) -> None:
-        """Build for the first time, or join a run as a replacement."""
-        if self.comm.is_newcomer:
-            self._rebuild(time.perf_counter())
-            return
-        try:
-            training = self._build(self.comm)
-            step = 0 if self._restore is None else self._restore(training)
-            buddies = self._new_buddies(training)
-            whole = True
-        except RankFailure:
-            whole = False
-        if self.comm.vote(whole):
-            self._take(training, buddies, step)
-        else:
-            self.recover()
+        """Build for the first time, or join a run as a replacement, or go on after a job that was lost."""
+        start = time.perf_counter()
+        lost_at = None if self._rescue is None else self._rescue.lost_at
+        if lost_at is not None:
+            start -= time.time() - lost_at
+        self._rebuild(start, is_recovery=self.world.is_newcomer or lost_at is not None)
 
     def recover(self) -> None:
         start = time.perf_counter()
-        self.comm = self.comm.heal(self._heal)
-        self._rebuild(start)
+        self.leave_behind()
+        self.world = self.world.heal(self._heal)
+        self._rebuild(start, is_recovery=True)
 
-    def _rebuild(self, start: float) -> None:
+    def leave_behind(self) -> None:
+        """Leave what this rank has, for the case that this job is lost."""
+        if self._rescue is not None:
+            self._rescue.keep(snapshot for snapshot in (self._mine(), self._copied()) if snapshot is not None)
+
+    def wait_as_spare(self) -> None:
+        """Wait while the others do a step; step in if one of them dies."""
+        if self.world.vote(True, idle=True):
+            self.step += 1
+        elif self._is_over():
+            self.ended = True
+        else:
+            self.recover()
+
+    def end_early(self) -> None:
+        """Tell the spares that the ranks that train have left the loop."""
+        if self._has_spares() and not self.world.vote(False):
+            self._is_over()
+
+    def _is_over(self) -> bool:
+        """Return whether a vote failed as the run is over; otherwise a rank is dead, and every message fails."""
+        try:
+            self.world.barrier()
+        except RankFailure:
+            return False
+        return True
+
+    def _rebuild(self, start: float, *, is_recovery: bool) -> None:
         """Build for the ranks that there are, and get the state; again, if a rank dies over it."""
         while True:
+            training, buddies, found, rows = None, None, None, []
             try:
-                training = self._build(self.comm)
-                step, source = self._fetch(training)
-                reached, seconds = map(
-                    max, *self.comm.gather_objects((self.step, time.perf_counter() - start)), (0, 0.0)
-                )
-                buddies = self._new_buddies(training)
+                self.comm = self._deal()
+                if self.comm is not None:
+                    training = self._build(self.comm)
+                found = self._fetch(training)
+                if training is not None:
+                    buddies = self._new_buddies(training)
+                reached = max(self.step, 0 if self._rescue is None else self._rescue.num_steps_before)
+                rows = self.world.gather_objects((found, reached, time.perf_counter() - start))
                 whole = True
             except RankFailure:
                 whole = False
-            if self.comm.vote(whole):
+            now = time.time()
+            if self.world.vote(whole):
                 break
-            self.comm = self.comm.heal(self._heal)
+            self.world = self.world.heal(self._heal)
+            is_recovery = True
+        (step, source), reached, seconds = rows[0][0], *(max(column) for column in list(zip(*rows, strict=True))[1:])
+        if self._rescue is not None:
+            self._rescue.clear(now)
         self._take(training, buddies, step)
-        self._recovery = Recovery(step, source, reached - step, self.comm.size, seconds)
+        if is_recovery and self.comm is not None:
+            self._recovery = Recovery(step, source, reached - step, self.comm.size, seconds)
 
-    def _fetch(self, training: T) -> tuple[int, str]:
-        """Fill a new training with the run's state; return its step and where it came from."""
-        wanted = arrays_of(training)
+    def _deal(self) -> Communicator | None:
+        """Choose who trains: whoever did keeps its place, the others fill the gaps; return their communicator."""
+        world = self.world
+        if self._usable is None and self._most >= world.size:
+            return world
+        places: list[int | None] = world.gather_objects(self._place)
+        num_places = min(self._most, world.size)
+        if self._usable is not None:
+            num_places = self._usable(num_places)
+        if not 1 <= num_places <= world.size:
+            raise ValueError(f"{num_places} of {world.size} ranks would train, it must be at least 1 and at most all")
+        free = [place for place in range(num_places) if place not in places]
+        dealt = []
+        for place in places:
+            keeps = place is not None and place < num_places
+            dealt.append(place if keeps else free.pop(0) if free else None)
+        mine = dealt[world.rank]
+        part = world.split(int(mine is None), world.rank if mine is None else mine)
+        return None if mine is None else part
+
+    def _has_spares(self) -> bool:
+        return self.comm is None or self.comm.size < self.world.size
+
+    def _mine(self) -> Snapshot | None:
+        """Return what this rank has of the beginning of the step."""
         old = self._training
-        mine = None if old is None else (self.step, old.optimizer.num_steps, self._data, arrays_of(old) | self._buffers)
-        copied = None if self._buddies is None else self._buddies.complete
-        for source, state in (("a living rank", mine), ("a buddy's copy", copied)):
-            heads = [
-                head for head in self.comm.gather_objects(None if state is None else state[:3]) if head is not None
-            ]
-            if not heads:
-                continue
-            try:
-                hand_over(self.comm, {} if state is None else state[3], wanted)
-            except MissingError:
-                continue
-            step, training.optimizer.num_steps, data = heads[0]
-            training.data.load_state_dict(data)
-            return step, source
+        if old is None:
+            return None
+        return Snapshot(self.step, old.optimizer.num_steps, self._data, arrays_of(old) | self._buffers)
+
+    def _copied(self) -> Snapshot | None:
+        return None if self._buddies is None else self._buddies.complete
+
+    def _fetch(self, training: T | None) -> tuple[int, str]:
+        """Fill a new training with the run's state; return its step and where it came from. Collective over all."""
+        wanted = {} if training is None else arrays_of(training)
+        for source, mine in (("a living rank", self._mine()), ("a buddy's copy", self._copied())):
+            found = self._take_from(mine, training, wanted)
+            if found is not None:
+                return found, source
+        left = self._left_behind()
+        steps = {snapshot.step for row in self.world.gather_objects(list(left)) for snapshot in row}
+        for step in sorted(steps, reverse=True):
+            found = self._take_from(left.get(step), training, wanted)
+            if found is not None:
+                return found, "the job before"
         if self._restore is not None:
-            return self._restore(training), "the restore function"
+            return 0 if training is None else self._restore(training), "the restore function"
         return 0, "the beginning"
 
-    def _take(self, training: T, buddies: Buddies | None, step: int) -> None:
+    def _take_from(self, mine: Snapshot | None, training: T | None, wanted: Mapping[str, Array]) -> int | None:
+        """Fill a training from snapshots of one moment; return its step, or None if they have not all of it."""
+        heads = [head for head in self.world.gather_objects(None if mine is None else mine[:3]) if head is not None]
+        if not heads:
+            return None
+        try:
+            hand_over(self.world, {} if mine is None else mine.arrays, wanted)
+        except MissingError:
+            return None
+        step, num_updates, data = heads[0]
+        if training is not None:
+            training.optimizer.num_steps = num_updates
+            training.data.load_state_dict(data)
+        return int(step)
+
+    def _left_behind(self) -> dict[int, Snapshot]:
+        """Read this rank's share of what ranks left on its host before they were lost; by step. Collective."""
+        if self._rescue is None:
+            return {}
+        hosts = self.world.gather_objects(socket.gethostname())
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.world.rank]]
+        left: dict[int, Snapshot] = {}
+        for snapshot in self._rescue.read(here.index(self.world.rank), len(here)):
+            arrays = {**left[snapshot.step].arrays} if snapshot.step in left else {}
+            left[snapshot.step] = snapshot._replace(arrays=arrays | {**snapshot.arrays})
+        return left
+
+    def _take(self, training: T | None, buddies: Buddies | None, step: int) -> None:
         """Go on with a training that all ranks have whole."""
         if buddies is not None and self._buddies is not None:
             buddies.complete = self._buddies.complete  # what the ranks that live kept still counts
         self._training, self._buddies = training, buddies
+        self._place = None if self.comm is None else self.comm.rank
         self._note(step)
         self._copy()
 
     def _note(self, step: int) -> None:
         """Remember what a failed attempt would change: all but parameters and optimizer, which wait for the vote."""
-        assert self._training is not None
         self.step = step
+        if self._training is None:
+            return
+        if self._rescue is not None and self._place == 0:
+            self._rescue.count(step)
         self._data = self._training.data.state_dict()
         self._buffers = {f"buffer/{b.name}": b.data.copy() for b in self._training.model.buffers()}
 
@@ -272,4 +392,5 @@ class _Loop(Generic[T]):
                 self._buddies.begin(self.step, self._training.optimizer.num_steps, self._data)
 
     def _new_buddies(self, training: T) -> Buddies | None:
+        assert self.comm is not None
         return Buddies(self.comm, arrays_of(training)) if self._buddy_every else None

@@ -12,21 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from distributed.comm.communicator import Array, Communicator, Work
+from distributed.recovery.state import Snapshot
 from minigrad.backend import to_host
-
-
-class Round(NamedTuple):
-    """Copies of one moment: this rank's own arrays, and those that it keeps for the rank before it."""
-
-    step: int
-    num_updates: int
-    data: dict[str, Any]
-    copies: dict[str, Array]
 
 
 class Buddies:
@@ -36,7 +28,7 @@ class Buddies:
         comm: all ranks of the run.
         arrays: what this rank holds, by name; copied at each `begin`.
     Attributes:
-        complete: the last round that every rank has.
+        complete: the last round that every rank has: this rank's own arrays, and what it keeps for the one before it.
     """
 
     def __init__(self, comm: Communicator, arrays: Mapping[str, Array]) -> None:
@@ -48,8 +40,8 @@ class Buddies:
         self._sent = [name for name in sorted(arrays) if times[name] == 1] if comm.size > 1 else []
         before = rows[comm.rank - 1]
         self._kept = {name: before[name] for name in sorted(before) if times[name] == 1} if comm.size > 1 else {}
-        self.complete: Round | None = None
-        self._under_way: tuple[Round, list[Work]] | None = None
+        self.complete: Snapshot | None = None
+        self._under_way: tuple[Snapshot, list[Work]] | None = None
 
     def begin(self, step: int, num_updates: int, data: dict[str, Any]) -> None:
         """Copy everything as it is now, and launch what goes to the buddy. Collective.
@@ -66,7 +58,7 @@ class Buddies:
         works += [
             self._comm.isend(copies[name], dest=(rank + 1) % size, tag=i % max_tag) for i, name in enumerate(self._sent)
         ]
-        self._under_way = Round(step, num_updates, data, copies | kept), works
+        self._under_way = Snapshot(step, num_updates, data, copies | kept), works
 
     def wait(self) -> None:
         """Block until this rank has its part of the round under way, if there is one."""

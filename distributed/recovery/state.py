@@ -7,7 +7,7 @@ has the state can do the step again, in any layout, and nobody can tell from the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,6 +30,22 @@ class Training(Protocol):
 
     @property
     def data(self) -> HasState: ...
+
+
+class Snapshot(NamedTuple):
+    """What one rank has of a run at one moment.
+
+    Attributes:
+        step: number of steps that are done.
+        num_updates: of the optimizer.
+        data: the position in the data.
+        arrays: by name.
+    """
+
+    step: int
+    num_updates: int
+    data: dict[str, Any]
+    arrays: Mapping[str, Array]
 
 
 def arrays_of(training: Training) -> dict[str, Array]:

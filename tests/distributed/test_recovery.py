@@ -271,7 +271,7 @@ def test_a_round_of_copies_counts_once_it_was_agreed_on():
         buddies.wait()
         assert buddies.complete is None
         buddies.agreed()
-        return buddies.complete.step, {name: values[0] for name, values in sorted(buddies.complete.copies.items())}
+        return buddies.complete.step, {name: values[0] for name, values in sorted(buddies.complete.arrays.items())}
 
     assert world(3).run(program) == [
         (4, {"own0": 0, "own2": 2, "shared": 1}),

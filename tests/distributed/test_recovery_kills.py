@@ -1,9 +1,8 @@
 """SIGKILLs from outside, at moments that nobody chose: in a step, a reduction, a recovery, of rank 0, of two at once.
 
-Whatever they hit, each run ends and leaves no process behind, and one that ends as a success has the bits of the
-undisturbed one. State that is nowhere any more is made again from the beginning, so that even then the bits are the
-same. Where kills hit the making of a new world a job may be lost, in a crash inside Open MPI or for a cause not known
-yet: it is an expected failure here, which would hide one of ours.
+Whatever they hit, each run ends as a success, with the bits of the undisturbed one, and leaves no process behind. Where
+kills hit the making of a new world the launcher starts the job again. State that is nowhere any more is made again from
+the beginning, so that even then the bits are the same.
 """
 
 import json
@@ -22,6 +21,7 @@ from jobs import environ, survives_deaths
 from toy_recovery import builder, digest, train
 
 from distributed import LocalWorld
+from distributed.comm.outcome import is_running
 
 NUM_STEPS = 120
 LAST_KILL = 80  # no kill after this step: it might come when all is over
@@ -49,12 +49,12 @@ STUCK = """
 import ctypes, signal, sys
 from distributed.comm import mpi_family
 
-mpi_family.STUCK_SECONDS, mpi_family._TURN_SECONDS = 0.2, 0.2
+mpi_family.STUCK_SECONDS = 0.2
 with mpi_family.dead_if_stuck():
     pass
 assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 print("left in time", flush=True)
-with mpi_family.dead_if_stuck(turn=1):
+with mpi_family.dead_if_stuck():
     ctypes.PyDLL(None).sleep(50)  # with Python's lock held, as mpi4py starts MPI
 """
 
@@ -112,8 +112,8 @@ def shoot(folder, kills, seed, *, pp=1, schedule="1f1b", buddy_every=0, ranks=4)
     said += list(lines.queue)
     started = [int(line.split()[3]) for line in said if line.startswith("rank ")]
     assert not [pid for pid in started if is_running(pid)], f"seed {seed}, {done} kills"
-    if job.returncode:
-        pytest.xfail(f"seed {seed}: Open MPI lost the job after {done} kills, code {job.returncode}: {errors[-3:]}")
+    assert job.returncode == 0, f"seed {seed}, {done} kills: {errors}"
+    note(f"seed {seed} pp {pp} {schedule}: {done} kills, {[line for line in errors if line.strip()]}")
     found = {tuple(json.loads(line)) for line in said if line.startswith("[")}
     assert found == undisturbed(ranks, pp, schedule), f"seed {seed}, {done} kills"
     return done
@@ -126,18 +126,16 @@ def end_all(session, pids):
             send(target, signal.SIGKILL)
 
 
+def note(line):
+    """Add a line to the file that KILL_LOG names, to count afterwards how jobs healed."""
+    if "KILL_LOG" in os.environ:
+        with open(os.environ["KILL_LOG"], "a") as log:
+            log.write(line + "\n")
+
+
 def undisturbed(ranks, pp, schedule):
     results = LocalWorld(ranks).run(lambda comm: train(comm, builder(pp, schedule), num_steps=NUM_STEPS))
     return {digest(result[0]) for result in results}
-
-
-def is_running(pid):
-    """Return whether a process lives; one that is dead and not yet buried does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 LAYOUTS = {

@@ -1,0 +1,86 @@
+"""What the ranks of a job tell the launcher that started it, `python -m distributed.recovery`, of how it ends.
+
+    ended    a file: all ranks came to their end; what is in it is the exit status of those that ended in an error
+    lost     a line on stderr: this world cannot be healed from inside, so start the job again
+    steps    a file: how many steps are done, as 8 bytes, which tells a job that gets on from one that does not
+
+Under any other launcher there is no such folder, and nothing is told. This file knows no MPI.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+FOLDER = "MINIGRAD_JOB_FOLDER"
+"""The environment variable that names the folder of a job, in memory, which the launcher makes and removes."""
+
+LOST = "minigrad-job-lost: "
+"""What a line of stderr begins with that tells the launcher to start the job again, and why."""
+
+_ENDED = "ended"
+_GIVEN_UP_SECONDS = 5.0  # for the launcher to end a job that it was told is lost
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # here, as nothing may be loaded between a fork and what follows it
+
+
+def job_folder() -> Path | None:
+    """Return the folder of this job, None where nobody made one."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return None
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)  # this may be another host than the launcher's
+    return path
+
+
+def note_end(status: int = 0) -> None:
+    """Note that the job came to its end: on all ranks, or in an error that all of them have."""
+    folder = job_folder()
+    if folder is not None and (status or not (folder / _ENDED).exists()):
+        (folder / _ENDED).write_text(str(status))
+
+
+def read_end(folder: Path) -> int | None:
+    """Return the exit status that ranks noted in a folder; None where they came to no end."""
+    try:
+        return int((folder / _ENDED).read_text() or 0)
+    except FileNotFoundError:
+        return None
+
+
+def lose(why: str) -> NoReturn:
+    """Let the launcher start the job again; without one, end this process, which ends the job."""
+    if job_folder() is not None:
+        sys.stdout.flush()
+        os.write(2, f"\n{LOST}{why}\n".encode())
+        time.sleep(_GIVEN_UP_SECONDS)
+    else:
+        os.write(2, f"{why}: `python -m distributed.recovery` would start the job again\n".encode())
+    end_now()
+
+
+def end_now() -> NoReturn:
+    """End this process without anybody's farewell."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it dies, so that no rank outlives its launcher."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process of this host lives; one that is dead and not yet buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
