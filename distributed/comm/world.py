@@ -97,7 +97,8 @@ def exit_together(status: int) -> NoReturn:
     `python -m mpi4py` takes an exit status of one rank for its failure, and aborts the job, which an MPI tells at
     length. Here nobody is left waiting, so it need not.
     """
-    note_end(status)  # which a world that has healed could not tell its launcher
+    if launched_by_mpi():
+        note_end(status)  # which a world that has healed could not tell its launcher
     if "mpi4py.MPI" in sys.modules:
         from distributed.comm.mpi import finalize_at_exit
 

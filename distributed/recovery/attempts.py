@@ -330,7 +330,7 @@ class _Loop(Generic[T]):
             if found is not None:
                 return found, source
         left = self._left_behind()
-        steps = {snapshot.step for row in self.world.gather_objects(list(left)) for snapshot in row}
+        steps = {step for row in self.world.gather_objects(list(left)) for step in row}
         for step in sorted(steps, reverse=True):
             found = self._take_from(left.get(step), training, wanted)
             if found is not None:

@@ -6,7 +6,7 @@
     anything else: MPI crashed, or hung, or every rank     all ranks start again, and find the state where the others
     was killed, or mpirun was                              left it (`rescue.py`), or where `restore` does
 
-A job that is lost three times and has no new step to show is given up.
+A job that is lost eleven times and has no new step to show is given up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distributed.comm.outcome import FOLDER, die_with_parent, read_end
 from distributed.recovery.rescue import LOST_AT, begin_steps, read_steps
 from distributed.recovery.stderr_filter import pass_on
 
-MOST_TRIES = 3  # of a job that does no step
+MOST_TRIES = 10  # of a job that does no step: kills may come faster than ranks start
 GIVEN_UP = 1
 _MEMORY = Path("/dev/shm")
 _ASKED = {code for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-s, 128 + s)}
@@ -52,8 +52,15 @@ class Launcher:
 
     def run(self) -> int:
         """Run the job to its end; return its exit code."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        before = {number: signal.signal(number, self._on_signal) for number in signals}
+        try:
+            return self._run_to_end()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run_to_end(self) -> int:
         with tempfile.TemporaryDirectory(prefix="minigrad-", dir=_MEMORY if _MEMORY.is_dir() else None) as name:
             folder = Path(name)
             begin_steps(folder)
@@ -69,7 +76,7 @@ class Launcher:
                 num_steps = max(done, num_steps)
                 what = f"the job was lost after {done} steps ({self._why or describe(code)})"
                 if tries > MOST_TRIES:
-                    self._say(f"{what}, the {tries}th time without a step between: it is given up")
+                    self._say(f"{what}, and {MOST_TRIES} times before without a step between: it is given up")
                     return GIVEN_UP
                 self._say(f"{what}: all ranks start again")
                 started = {LOST_AT: str(time.time())}
@@ -83,8 +90,12 @@ class Launcher:
             self._why = self._why or why
             lost.set()
 
+        forwarded = [word for name in variables for word in ("-x", name)]  # to other hosts too
         self._job = job = subprocess.Popen(
-            self._command, env=self._environment | variables, stderr=subprocess.PIPE, preexec_fn=die_with_parent
+            [self._command[0], *forwarded, *self._command[1:]],
+            env=self._environment | variables,
+            stderr=subprocess.PIPE,
+            preexec_fn=die_with_parent,
         )
         assert job.stderr is not None
         stderr = threading.Thread(target=pass_on, args=(job.stderr.fileno(), sys.stderr.buffer, lose), daemon=True)
@@ -95,6 +106,7 @@ class Launcher:
                 job.kill()  # its ranks die with it: see `die_with_parent`
                 job.wait()
         stderr.join(_SILENCE_SECONDS)
+        job.stderr.close()
         return job.returncode
 
     def _is_lost(self, code: int) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed.comm.outcome import job_folder
+from distributed.comm.world import launched_by_mpi
 from distributed.recovery.state import Snapshot
 from minigrad.backend import to_host
 
@@ -49,8 +50,8 @@ class Rescue:
 
     @staticmethod
     def of_job() -> Rescue | None:
-        """Return that of this job, None where its launcher has no folder for it."""
-        folder = job_folder()
+        """Return that of this job, None where its launcher has no folder for it, or a rank started this process."""
+        folder = job_folder() if launched_by_mpi() else None
         return None if folder is None else Rescue(folder)
 
     def count(self, num_steps: int) -> None:

@@ -158,6 +158,67 @@ def test_what_a_failed_attempt_drew_and_changed_is_forgotten():
     assert world(2).run(program) == [([12, 24, 24, 36], 3.0), ([24, 36], 3.0)]
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_spare_steps_in_and_the_bits_are_the_same(victim, phase):
+    """The last of four ranks waits; the others have the places, and the sums, of a world of three."""
+    expected, losses = undisturbed(3, 1, "1f1b")
+    parameters, (_, seen, recoveries) = disturbed(4, {victim: (1, phase)}, heal=Heal.SPARES, num_spares=1)
+    assert same_bits(parameters, expected)
+    assert {step: losses[step] for step in seen} == seen
+    assert [(r.source, r.num_redone, r.num_ranks) for r in recoveries] == [("a living rank", 0, 3)]
+
+
+def test_spares_die_too_and_without_any_left_fewer_ranks_go_on():
+    expected, _ = undisturbed(3, 1, "1f1b")
+    parameters, (_, _, recoveries) = disturbed(4, {3: (0, "begin")}, heal=Heal.SPARES, num_spares=1)
+    assert same_bits(parameters, expected)
+    dies = {0: (1, "hook"), 1: (2, "reduced")}
+    parameters, (_, _, recoveries) = disturbed(4, dies, heal=Heal.SPARES, num_spares=1)
+    for name, values in expected.items():
+        np.testing.assert_allclose(parameters[name], values, rtol=1e-9, atol=1e-12)
+    assert [recovery.num_ranks for recovery in recoveries[-2:]] == [3, 2]
+
+
+def test_ranks_that_no_layout_has_a_place_for_wait():
+    """Of two pipelines of two stages three ranks are left: one pipeline, and a spare, which the next death needs."""
+    expected, _ = undisturbed(2, 2, "1f1b")
+    dies = {0: (1, "hook"), 1: (2, "begin")}
+    results = world(4).run(
+        lambda comm: train(comm, builder(2), dies=dies, heal=Heal.SHRINK, usable=lambda living: living // 2 * 2)
+    )
+    for name, values in expected.items():
+        np.testing.assert_allclose(merged(results)[name], values, rtol=1e-9, atol=1e-12)
+    assert [recovery.num_ranks for recovery in results[2][2]] == [2, 2]
+
+
+def test_a_layout_without_a_rank_is_refused():
+    with pytest.raises(ValueError, match="0 of 3 ranks would train, it must be at least 1"):
+        world(3).run(lambda comm: next(recovering(comm, builder(), num_steps=1, usable=lambda living: 0)))
+
+
+def test_spares_end_with_those_who_leave_the_loop_early():
+    def program(comm):
+        steps = []
+        for attempt in recovering(comm, builder(), num_steps=9, num_spares=2):
+            with attempt as toy:
+                toy.optimizer.zero_grad()
+                attempt.commit(take=False)
+            steps.append(attempt.step)
+            if attempt.step == 2:
+                break
+        return steps
+
+    assert world(4).run(program) == [[0, 1, 2], [0, 1, 2], [], []]
+
+
+@pytest.mark.parametrize("calls", range(0, 60, 7))
+def test_a_rank_may_die_in_any_call_where_spares_wait(calls):
+    expected, _ = undisturbed(3, 1, "1f1b")
+    results = world(4, {calls % 4: calls}).run(lambda comm: train(comm, builder(), heal=Heal.SPARES, num_spares=1))
+    assert same_bits(merged(results), expected)
+
+
 def test_it_is_an_error_to_forget_the_commit_or_to_do_it_twice():
     attempt = next(recovering(SoloCommunicator(), builder(), num_steps=1))
     with pytest.raises(RuntimeError, match=r"ended without attempt\.commit"), attempt:

@@ -1,0 +1,199 @@
+"""The launcher of jobs that may be lost: when it starts one again, when it does not, and what it passes on of stderr.
+
+Its `mpirun` is a script that plays one job after the other, as a file counts them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from distributed.comm.outcome import FOLDER, LOST, is_running, note_end
+from distributed.recovery.launcher import GIVEN_UP, MOST_TRIES, Launcher
+from distributed.recovery.rescue import LOST_AT, Rescue, begin_steps, read_steps
+from distributed.recovery.state import Snapshot
+from distributed.recovery.stderr_filter import pass_on
+
+LIMIT_SECONDS = 30
+
+JOB = """
+import os, pathlib, signal, sys, time
+
+folder, count = pathlib.Path(os.environ["MINIGRAD_JOB_FOLDER"]), pathlib.Path("count")
+number = int(count.read_text()) if count.exists() else 0
+count.write_text(str(number + 1))
+assert ("MINIGRAD_LOST_AT" in os.environ) == (number > 0)
+steps = int.from_bytes((folder / "steps").read_bytes(), sys.byteorder)
+
+def get_on(to):
+    (folder / "steps").write_bytes(to.to_bytes(8, sys.byteorder))
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def lose(why):
+    os.write(2, f"\\nminigrad-job-lost: {why}\\n".encode())
+    time.sleep(600)
+
+"""
+
+
+def launch(folder, script):
+    """Return the exit code, how often the job was started, and what the launcher said."""
+    fake = folder / "mpirun"
+    fake.write_text(f"#!{sys.executable} -I\n{JOB}{script}")
+    fake.chmod(0o755)
+    said = []
+    code = Launcher([str(fake)], dict(os.environ), said.append).run()
+    return code, int((folder / "count").read_text()), said
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_job_that_ends_is_not_started_again(tmp_path):
+    assert launch(tmp_path, "sys.exit(0)") == (0, 1, [])
+
+
+def test_an_error_is_the_end(tmp_path):
+    assert launch(tmp_path, "sys.exit(3)") == (3, 1, [])
+
+
+@pytest.mark.parametrize(("noted", "code"), [("", 0), ("0", 0), ("2", 2)])
+def test_ranks_that_came_to_their_end_need_no_mpirun_to_say_so(tmp_path, noted, code):
+    assert launch(tmp_path, f"(folder / 'ended').write_text('{noted}'); die()") == (code, 1, [])
+
+
+def test_a_job_that_was_killed_goes_on(tmp_path):
+    code, starts, said = launch(tmp_path, "number or (get_on(7), die())")
+    assert (code, starts) == (0, 2)
+    assert said == ["the job was lost after 7 steps (mpirun died of SIGKILL): all ranks start again"]
+
+
+@pytest.mark.parametrize("code", [137, 139, 142])
+def test_so_does_one_whose_ranks_were_killed_or_crashed(tmp_path, code):
+    ended, starts, said = launch(tmp_path, f"number or sys.exit({code})")
+    assert (ended, starts) == (0, 2)
+    assert f"a rank died of {signal.Signals(code - 128).name}" in said[0]
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_signal_that_asked_for_the_end_is_one(tmp_path, code):
+    assert launch(tmp_path, f"sys.exit({code})") == (code, 1, [])
+
+
+def test_ranks_say_that_they_are_lost_and_why(tmp_path, capfd):
+    code, starts, said = launch(tmp_path, "number or lose('new ranks did not start')")
+    assert (code, starts) == (0, 2)
+    assert said == ["the job was lost after 0 steps (new ranks did not start): all ranks start again"]
+    assert LOST not in capfd.readouterr().err
+
+
+def test_a_job_that_does_no_step_is_given_up(tmp_path):
+    code, starts, said = launch(tmp_path, "die()")
+    assert (code, starts) == (GIVEN_UP, MOST_TRIES + 1)
+    assert said[-1].endswith(f"and {MOST_TRIES} times before without a step between: it is given up")
+
+
+def test_a_job_that_gets_on_is_not(tmp_path):
+    more = MOST_TRIES + 2
+    code, starts, _ = launch(tmp_path, f"number == {more} or (get_on(steps + number % 2), die())")
+    assert (code, starts) == (0, more + 1)
+
+
+def test_whoever_ends_the_launcher_ends_the_job(tmp_path):
+    """As asked by SIGTERM, which is no loss; and where the launcher is killed, as no rank may be left alone."""
+    fake = tmp_path / "mpirun"
+    fake.write_text(f"#!{sys.executable} -I\n{JOB}\npathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)")
+    fake.chmod(0o755)
+    run = f"from distributed.recovery.launcher import *; import os; Launcher(['{fake}'], dict(os.environ), print).run()"
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen([sys.executable, "-c", run]) as launcher:
+            wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+            launcher.send_signal(number)
+            launcher.wait(LIMIT_SECONDS)
+        pid = int((tmp_path / "pid").read_text())
+        wait_until(lambda pid=pid: not is_running(pid))
+        assert (tmp_path / "count").read_text() == "1"
+        (tmp_path / "pid").unlink()
+        (tmp_path / "count").unlink()
+
+
+def wait_until(come):
+    end = time.monotonic() + LIMIT_SECONDS
+    while not come():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_ranks_leave_is_found_by_those_that_come_after(tmp_path, monkeypatch):
+    begin_steps(tmp_path)
+    rescue = Rescue(tmp_path)
+    assert (rescue.lost_at, rescue.num_steps_before, rescue.read(0, 1)) == (None, 0, [])
+    rescue.count(8)
+    rescue.keep([Snapshot(8, 8, {"position": 3}, {"a": np.arange(3.0)}), Snapshot(5, 5, {}, {"b": np.ones(2)})])
+    assert read_steps(tmp_path) == 8
+    monkeypatch.setenv(LOST_AT, "12.5")
+    after = Rescue(tmp_path)
+    assert (after.lost_at, after.num_steps_before) == (12.5, 8)
+    first, second = after.read(0, 2)
+    assert (first.step, first.data, second.step) == (8, {"position": 3}, 5)
+    np.testing.assert_array_equal(first.arrays["a"], [0, 1, 2])
+    assert after.read(1, 2) == []  # there is one file, and the first rank of this host has it
+    after.clear(0.0)
+    assert len(after.read(0, 1)) == 2  # it is newer
+    after.clear(time.time() + 1)
+    assert after.read(0, 1) == []
+
+
+def test_an_error_of_all_ranks_is_noted_over_their_end(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    note_end(2)
+    note_end()
+    assert (tmp_path / "ended").read_text() == "2"
+
+
+def passed_on(*chunks):
+    """Return what has come through after each chunk, and the reasons of a loss."""
+    source, end = os.pipe()
+    left, so_far, after, reasons = [*chunks], bytearray(), [], []
+
+    class Sink:
+        def write(self, data):
+            so_far.extend(data)
+
+        def flush(self):
+            after.append(bytes(so_far))
+            feed()
+
+    def feed():
+        if left:
+            os.write(end, left.pop(0))
+        elif len(after) == len(chunks):
+            os.close(end)
+
+    feed()
+    pass_on(source, Sink(), reasons.append)
+    os.close(source)
+    return after[:-1], reasons
+
+
+def test_a_progress_bar_comes_through_before_its_line_ends():
+    after, _ = passed_on(b"step 1 |", b"##\rstep 2 |###", b"\nsaid\n")
+    assert after == [b"step 1 |", b"step 1 |##\rstep 2 |###", b"step 1 |##\rstep 2 |###\nsaid\n"]
+
+
+def test_what_may_become_noise_waits_for_its_end():
+    after, _ = passed_on(b"prterun not", b"iced that\nprter", b"iffic\n")
+    assert after == [b"", b"", b"prteriffic\n"]
+
+
+def test_a_loss_is_told_and_not_shown():
+    after, reasons = passed_on(b"bar |#", f"\n{LOST}no ".encode(), b"new ranks\nsaid\n")
+    assert (after[-1], reasons) == (b"bar |#\nsaid\n", ["no new ranks"])
