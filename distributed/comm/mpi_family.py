@@ -27,14 +27,23 @@ from typing import Any
 import numpy as np
 
 from distributed.comm.failure import Heal, RankFailure
-from distributed.comm.outcome import die_with_parent, end_now, is_running, job_folder, lose, note_end
+from distributed.comm.outcome import (
+    NEWCOMERS,
+    die_with_parent,
+    end_now,
+    is_running,
+    job_folder,
+    lose,
+    note_begin,
+    note_end,
+    note_leaving,
+)
 
 STUCK_SECONDS = 20.0  # to start new ranks and meet them takes 1 to 2, on a busy machine a few more
 _LOOK_SECONDS = 0.05
 _NAP_SECONDS = 1e-3
 _LEAVE_SECONDS = 1.0  # for the last to hear that all have come
 _NEWCOMER = "MINIGRAD_NEWCOMER"
-_NEWCOMERS = "newcomers"  # in the job's folder: a file for each, whose name is its process number
 # An error in MPI_Init, whose other side is dead, must not end the whole job.
 _NEWCOMERS_ENVIRONMENT = (f"{_NEWCOMER}=1", "OMPI_MCA_mpi_initial_errhandler=mpi_errors_return")
 _WELCOME = 1  # the tag of what the old ranks send to a new one when they have agreed on it
@@ -90,6 +99,8 @@ class MPIFamily:
 
     def meet(self) -> None:
         """Learn which processes the ranks are. Collective, blocking."""
+        note_begin()
+        atexit.register(note_leaving)
         self._processes = self.world.allgather((socket.gethostname(), os.getpid()))
 
     def check(self) -> None:
@@ -206,7 +217,7 @@ def join(mpi: Any, *, timeout_seconds: float) -> MPIFamily | None:
         end_now()
     folder = job_folder()
     if folder is not None:
-        (folder / _NEWCOMERS / str(os.getpid())).unlink(missing_ok=True)
+        (folder / NEWCOMERS / str(os.getpid())).unlink(missing_ok=True)
     leave_at_exit(world)
     return MPIFamily(mpi, world, timeout_seconds=timeout_seconds, is_newcomer=True)
 
@@ -233,7 +244,7 @@ def lost_if(what: str, *, seconds: float, dies: Iterable[int] = ()) -> Iterator[
                 lose(f"{what} within {seconds:g} s")
             if not watched:
                 continue
-            newcomers = [] if folder is None else [int(path.name) for path in (folder / _NEWCOMERS).glob("*")]
+            newcomers = [] if folder is None else [int(path.name) for path in (folder / NEWCOMERS).glob("*")]
             gone = [pid for pid in watched + newcomers if not is_running(pid)]
             if gone and not done.is_set():
                 lose(f"{what}: process {gone[0]} died meanwhile")
@@ -273,8 +284,8 @@ def starting() -> Iterator[None]:
         yield
         return
     if folder is not None:
-        (folder / _NEWCOMERS).mkdir(exist_ok=True)
-        (folder / _NEWCOMERS / str(os.getpid())).touch()
+        (folder / NEWCOMERS).mkdir(exist_ok=True)
+        (folder / NEWCOMERS / str(os.getpid())).touch()
     try:
         with dead_if_stuck():
             yield
@@ -294,6 +305,7 @@ def leave_at_exit(world: Any) -> None:
 
 def _leave(world: Any) -> None:
     """Wait until all ranks are here, and then until all know it: whoever leaves is dead to those that still wait."""
+    note_leaving()
     with suppress(Exception):  # a rank is dead, so it did not come; or has left, so all had come
         _pass_barrier(world)
         note_end()

@@ -1,5 +1,7 @@
 """What the ranks of a job tell the launcher that started it, `python -m distributed.recovery`, of how it ends.
 
+    begun    a file: there is a world that survives deaths
+    left     a file: a rank of it came to its end, without which exit code 0 means nothing: mpirun's is 0 where all die
     ended    a file: all ranks came to their end; what is in it is the exit status of those that ended in an error
     lost     a line on stderr: this world cannot be healed from inside, so start the job again
     steps    a file: how many steps are done, as 8 bytes, which tells a job that gets on from one that does not
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
@@ -23,7 +26,9 @@ FOLDER = "MINIGRAD_JOB_FOLDER"
 LOST = "minigrad-job-lost: "
 """What a line of stderr begins with that tells the launcher to start the job again, and why."""
 
-_ENDED = "ended"
+_BEGUN, _LEFT, _ENDED = "begun", "left", "ended"
+NEWCOMERS = "newcomers"
+"""A folder with a file for each process that is being started, whose name is its number."""
 _GIVEN_UP_SECONDS = 5.0  # for the launcher to end a job that it was told is lost
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # here, as nothing may be loaded between a fork and what follows it
@@ -37,6 +42,32 @@ def job_folder() -> Path | None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)  # this may be another host than the launcher's
     return path
+
+
+def note_begin() -> None:
+    """Note that the job has a world, of which somebody must come to an end."""
+    folder = job_folder()
+    if folder is not None:
+        (folder / _BEGUN).touch()
+
+
+def note_leaving() -> None:
+    """Note that this rank came to its end; of the others nothing is known."""
+    folder = job_folder()
+    if folder is not None:
+        (folder / _LEFT).touch()
+
+
+def nobody_left(folder: Path) -> bool:
+    """Return whether a job began and no rank came to its end."""
+    return (folder / _BEGUN).exists() and not (folder / _LEFT).exists()
+
+
+def forget(folder: Path) -> None:
+    """Remove what the ranks of a job noted that was lost."""
+    for name in (_BEGUN, _LEFT, _ENDED):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / NEWCOMERS, ignore_errors=True)
 
 
 def note_end(status: int = 0) -> None:

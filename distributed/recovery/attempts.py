@@ -98,6 +98,10 @@ class Attempt(Generic[T]):
         self.committed = True
         self._loop.done(self.step + 1)
 
+    def end(self) -> None:
+        """Let this be the last attempt, which spares have to be told: after a `break` they would wait. Collective."""
+        self._loop.end()
+
     def __enter__(self) -> T:
         return self.training
 
@@ -146,20 +150,14 @@ def recovering(
     """
     loop = _Loop(comm, build, heal, restore, buddy_every, num_spares, usable)
     loop.begin()
-    try:
-        while loop.step < num_steps:
-            if loop.comm is None:
-                loop.wait_as_spare()
-                if loop.ended:
-                    return
-                continue
-            attempt = loop.attempt()
-            yield attempt
-            if not attempt.committed:
-                loop.recover()
-    except GeneratorExit:
-        loop.end_early()
-        raise
+    while loop.step < num_steps and not loop.ended:
+        if loop.comm is None:
+            loop.wait_as_spare()
+            continue
+        attempt = loop.attempt()
+        yield attempt
+        if not attempt.committed:
+            loop.recover()
 
 
 class _Loop(Generic[T]):
@@ -169,7 +167,7 @@ class _Loop(Generic[T]):
         world: all ranks, healed after each failure.
         comm: those that train; None on a spare.
         step: number of steps that are done.
-        ended: whether the ranks that train left the loop before its last step.
+        ended: whether all ranks leave the loop before its last step.
     """
 
     def __init__(
@@ -248,8 +246,9 @@ class _Loop(Generic[T]):
         else:
             self.recover()
 
-    def end_early(self) -> None:
-        """Tell the spares that the ranks that train have left the loop."""
+    def end(self) -> None:
+        """Leave the loop before its last step, with the spares."""
+        self.ended = True
         if self._has_spares() and not self.world.vote(False):
             self._is_over()
 

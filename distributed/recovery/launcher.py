@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from distributed.comm.outcome import FOLDER, die_with_parent, read_end
+from distributed.comm.outcome import FOLDER, die_with_parent, forget, nobody_left, read_end
 from distributed.recovery.rescue import LOST_AT, begin_steps, read_steps
 from distributed.recovery.stderr_filter import pass_on
 
@@ -69,7 +69,7 @@ class Launcher:
             while True:
                 code = self._run_once({FOLDER: name} | started)
                 end = read_end(folder)
-                if end is not None or not self._is_lost(code):
+                if end is not None or not self._is_lost(code, folder):
                     return code if end is None else end
                 done = read_steps(folder)
                 tries = 1 if done > num_steps else tries + 1
@@ -80,6 +80,7 @@ class Launcher:
                     return GIVEN_UP
                 self._say(f"{what}: all ranks start again")
                 started = {LOST_AT: str(time.time())}
+                forget(folder)
 
     def _run_once(self, variables: dict[str, str]) -> int:
         """Run mpirun until it ends, or ranks say that they are lost; return its exit code."""
@@ -109,10 +110,10 @@ class Launcher:
         job.stderr.close()
         return job.returncode
 
-    def _is_lost(self, code: int) -> bool:
+    def _is_lost(self, code: int, folder: Path) -> bool:
         if self._is_asked_to_end or code in _ASKED:
             return False
-        return self._why is not None or code < 0 or code > 128
+        return self._why is not None or code < 0 or code > 128 or (code == 0 and nobody_left(folder))
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._is_asked_to_end = True
@@ -122,6 +123,8 @@ class Launcher:
 
 def describe(code: int) -> str:
     """Say what an exit code of mpirun means."""
+    if code == 0:
+        return "every rank died"
     number = -code if code < 0 else code - 128
     try:
         name = signal.Signals(number).name

@@ -206,7 +206,7 @@ def test_spares_end_with_those_who_leave_the_loop_early():
                 attempt.commit(take=False)
             steps.append(attempt.step)
             if attempt.step == 2:
-                break
+                attempt.end()
         return steps
 
     assert world(4).run(program) == [[0, 1, 2], [0, 1, 2], [], []]

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from jobs import environ
 
 from distributed.comm.outcome import FOLDER, LOST, is_running, note_end
 from distributed.recovery.launcher import GIVEN_UP, MOST_TRIES, Launcher
@@ -83,6 +84,26 @@ def test_so_does_one_whose_ranks_were_killed_or_crashed(tmp_path, code):
     assert f"a rank died of {signal.Signals(code - 128).name}" in said[0]
 
 
+def test_mpirun_may_call_it_a_success_that_all_ranks_were_killed(tmp_path):
+    code, starts, said = launch(tmp_path, "number or (folder / 'begun').touch()")
+    assert (code, starts) == (0, 2)
+    assert said == ["the job was lost after 0 steps (every rank died): all ranks start again"]
+
+
+def test_what_a_lost_job_noted_is_forgotten(tmp_path):
+    script = """
+if number:
+    assert not (folder / "newcomers").exists() and not (folder / "begun").exists()
+    sys.exit(0)
+(folder / "newcomers").mkdir()
+(folder / "newcomers" / "1234567").touch()
+(folder / "begun").touch()
+(folder / "left").touch()
+die()
+"""
+    assert launch(tmp_path, script)[:2] == (0, 2)
+
+
 @pytest.mark.parametrize("code", [130, 143])
 def test_a_signal_that_asked_for_the_end_is_one(tmp_path, code):
     assert launch(tmp_path, f"sys.exit({code})") == (code, 1, [])
@@ -114,7 +135,7 @@ def test_whoever_ends_the_launcher_ends_the_job(tmp_path):
     fake.chmod(0o755)
     run = f"from distributed.recovery.launcher import *; import os; Launcher(['{fake}'], dict(os.environ), print).run()"
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen([sys.executable, "-c", run]) as launcher:
+        with subprocess.Popen([sys.executable, "-c", run], env=environ()) as launcher:
             wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
             launcher.send_signal(number)
             launcher.wait(LIMIT_SECONDS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,30 +18,43 @@ PROGRAM = """
 import json, os, signal, sys
 from toy_recovery import builder, digest, train
 from distributed import world
+from distributed.comm import mpi_family
 from distributed.recovery import Heal
 
 dies, pp, how = json.loads(sys.argv[1])
+if "MINIGRAD_LOST_AT" in os.environ:  # the launcher has started the job again: now all live
+    dies = {}
+if how.pop("spawn_fails", False):
+    mpi_family.MPIFamily._with_newcomers = lambda *_: mpi_family.lose("as the test says")
+signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+number = signals[how.pop("signal", "kill")]
 dies = {int(rank): tuple(moment) for rank, moment in dies.items()}
 if "heal" in how:
     how["heal"] = Heal(how["heal"])
-comm = world(survive=True, deterministic=True, timeout_seconds=60)
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+comm = world(survive=True, deterministic=True, timeout_seconds=how.pop("timeout_seconds", 60))
+die = lambda: os.kill(os.getpid(), number)
 parameters, losses, recoveries = train(comm, builder(pp), dies=dies, die=die, **how)
-print(json.dumps([comm.rank, *digest(parameters), [r.source for r in recoveries]]), flush=True)
+if parameters:  # of a spare that was not needed there are none
+    print(json.dumps([comm.rank, *digest(parameters), [r.source for r in recoveries]]), flush=True)
 """
 
 
 pytestmark = pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 
 
-def run(folder, num_ranks, dies, pp=1, **how):
-    """Run the program on ranks that die; return (name of the first parameter, digest) and the sources, over ranks."""
+def run(folder, num_ranks, dies, pp=1, says="", **how):
+    """Run the program on ranks that die; return (name of the first parameter, digest) and the sources, over ranks.
+
+    Args:
+        says: what the launcher says of it.
+    """
     script = folder / "program.py"
     script.write_text(PROGRAM)
     given = json.dumps([dies, pp, how])
     command = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), str(script), given]
     result = ended(command, folder)
-    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.fullmatch(says, result.stderr.strip()), result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
     return {tuple(line[1:3]) for line in lines}, {source for line in lines for source in line[3]}, lines
 
@@ -91,6 +105,36 @@ def test_the_others_go_on(tmp_path):
     assert len(found) == 1
     assert sources == {"a living rank"}
     assert sorted(line[0] for line in lines) == [0, 1]
+
+
+def test_a_spare_steps_in(tmp_path):
+    """The fifth rank takes the place of the second, and the bits are those of four; then no spare is left."""
+    found, sources, lines = run(tmp_path, 5, {1: (1, "hook")}, pp=2, heal="spares", num_spares=1)
+    assert (found, sources) == (undisturbed(4, 2), {"a living rank"})
+    assert sorted(line[0] for line in lines) == [0, 2, 3, 4]
+
+
+AGAIN = r"python -m distributed.recovery: the job was lost after {} steps \((?:{})\): all ranks start again"
+
+
+def test_where_mpi_cannot_heal_all_ranks_start_again_where_they_were(tmp_path):
+    says = AGAIN.format(2, "as the test says")
+    found, sources, lines = run(tmp_path, 3, {1: (2, "hook")}, says=says, spawn_fails=True)
+    assert (found, sources) == (undisturbed(3), {"the job before"})
+    assert sorted(line[0] for line in lines) == [0, 1, 2]
+
+
+def test_when_every_rank_is_killed_it_begins_again(tmp_path):
+    found, sources, _ = run(
+        tmp_path, 2, {0: (1, "begin"), 1: (1, "begin")}, says=AGAIN.format(1, "every rank died|.* died of .*")
+    )
+    assert (found, sources) == (undisturbed(2), {"the beginning"})
+
+
+def test_a_rank_that_hangs_is_found_by_the_time_limit(tmp_path):
+    says = AGAIN.format(2, r"\[rank 0\] TimeoutError: no rank may wait longer than 2 s.*")
+    found, sources, _ = run(tmp_path, 2, {1: (2, "hook")}, says=says, signal="stop", timeout_seconds=2)
+    assert (found, sources) == (undisturbed(2), {"the job before"})
 
 
 def test_a_bug_ends_the_job(tmp_path):
