@@ -164,20 +164,14 @@ class Parameter(Tensor):
         self._awaited = self._data, self._master, arrive
         del self._data
         self._master = None
+        self.__class__ = AwaitedParameter
 
     def restore(self) -> None:
         """Show the values again that `defer` has hidden: they are there."""
         assert self._awaited is not None
         self._data, self._master, _ = self._awaited
         self._awaited = None
-
-    if not TYPE_CHECKING:  # called only for what is not there, so that reading costs nothing where nothing is hidden
-
-        def __getattr__(self, name: str) -> Any:
-            if name != "_data" or self._awaited is None:
-                return object.__getattribute__(self, name)  # raises, with what is to be said of this name
-            self._awaited[-1]()
-            return self._data
+        self.__class__ = Parameter
 
     def __getstate__(self) -> Any:
         check_resettable([self], "a copy of")
@@ -203,6 +197,28 @@ class Parameter(Tensor):
         self._data, self._master = (data, None) if copy is None else (copy, data)
         self._grad = self._grad if grad is None else grad
         self.flat, self.start, self._version = flat, start, flat.version
+
+
+class AwaitedParameter(Parameter):
+    """What a parameter is while its values are on their way.
+
+    A class of its own, since Python reads each attribute of whatever has a `__getattr__` in a slower way.
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # called only for what is not there
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "_data" or self._awaited is None:
+                return object.__getattribute__(self, name)  # raises, with what is to be said of this name
+            self._awaited[-1]()
+            return self._data
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy what it is when the values are there."""
+        _ = self._data
+        return self.__reduce_ex__(protocol)
 
 
 def check_usable(params: Iterable[Parameter], what: str, *, in_part: bool = False) -> None:

@@ -4,6 +4,7 @@
 
 from minigrad.kernels.activations.cpu import *
 from minigrad.kernels.attention.cpu import *
+from minigrad.kernels.decoding.cpu import *
 from minigrad.kernels.embedding.cpu import *
 from minigrad.kernels.losses.cpu import *
 from minigrad.kernels.norms.cpu import *

@@ -8,6 +8,7 @@ half precision is computed in float32 and rounded once; nan and infinity give wh
 
 from minigrad.kernels.activations.reference import *
 from minigrad.kernels.attention.reference import *
+from minigrad.kernels.decoding.reference import *
 from minigrad.kernels.embedding.reference import *
 from minigrad.kernels.losses.reference import *
 from minigrad.kernels.norms.reference import *

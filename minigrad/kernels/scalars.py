@@ -89,6 +89,30 @@ def logistic(x: Any, one: Any) -> Any:
     return (large, small) if x >= 0 else (small, large)
 
 
+_A = 2 * math.sqrt(2 / math.pi)
+_FLAT = 9.5  # from here on, on both sides, GELU is x or 0 to 1e-32
+
+
+@inlined
+def gelu_tanh(x: Any, constants: Any) -> Any:
+    """Return the tanh form of the GELU and its derivative."""
+    zero, one, flat, a, b, b3 = constants
+    v = -flat if x < -flat else x
+    inner = flat if v > flat else v
+    x2 = inner * inner
+    e = exp_within(-inner * (a + b * x2))
+    s = one / (one + e)
+    s = zero if x < -flat else s
+    return v * s, s + inner * s * (s * e) * (a + b3 * x2)
+
+
+@inlined
+def gelu_constants(x: Any) -> Any:
+    """Return the constants of the tanh form in the dtype of an array."""
+    T = x.dtype.type
+    return T(0), T(1), T(_FLAT), T(_A), T(_A * 0.044715), T(3 * _A * 0.044715)
+
+
 def _in_order(bits: Any) -> Any:
     """Return integers in the order of the floats whose bits are given; the same again gives the bits back."""
 

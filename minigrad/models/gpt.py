@@ -26,6 +26,7 @@ from minigrad.nn import (
     normal,
 )
 from minigrad.ops import feed_forward, unembed
+from minigrad.ops.decoding import block_at_once
 from minigrad.tensor import Tensor
 
 
@@ -85,9 +86,23 @@ class GPTBlock(Module):
         self.drop2 = Dropout(f"{param.prefix}drop2", config.dropout)
 
     def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        if cache is not None and cache.length and x.shape[1] == 1:
+            y = self._step(x, cache)
+            if y is not None:
+                return y
         x = self.drop1(self.attention(self.norm1(x), cache), beside=x)
         up, down = self.up, self.down
         return self.drop2(feed_forward(self.norm2(x), up.weight, up.bias, down.weight, down.bias), beside=x)
+
+    def _step(self, x: Tensor, cache: KeyValueCache) -> Tensor | None:
+        """Return what one more position, (B, 1, width), becomes in one kernel; None where ops have to run."""
+        if any(drop.training and drop.rate for drop in (self.drop1, self.drop2)):
+            return None
+        maps = self.norm1, self.attention.qkv, self.attention.out, self.norm2, self.up, self.down
+        weights: list[Any] = [x for m in maps for x in ((m.gain if isinstance(m, LayerNorm) else m.weight), m.bias)]
+        y = block_at_once(x, weights, self.attention.num_heads, *cache.room(1))
+        cache.length += y is not None
+        return y
 
 
 class GPTHead(Module):

@@ -17,12 +17,12 @@ class KeyValueCache:
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0
-        self._keys_and_values: Array | None = None  # (2, B, heads, max_length, d)
+        self._memory: Array | None = None  # (2, B, heads, max_length, d)
 
     @property
     def nbytes(self) -> int:
         """Memory that it holds: 2 * B * max_length * width numbers."""
-        return 0 if self._keys_and_values is None else int(self._keys_and_values.nbytes)
+        return 0 if self._memory is None else int(self._memory.nbytes)
 
     def extend(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Add the keys and values of T more positions, and return those of all, oldest first.
@@ -34,13 +34,24 @@ class KeyValueCache:
         Raises:
             ValueError: there is no room for so many.
         """
-        start, end = self.length, self.length + keys.shape[-2]
-        if end > self.max_length:
-            raise ValueError(f"this cache has room for {self.max_length} positions, got {end}")
-        if self._keys_and_values is None:
+        if self._memory is None:
             *batch, _, width = keys.shape
-            self._keys_and_values = xp_of(keys).empty((2, *batch, self.max_length, width), keys.dtype)
-        self._keys_and_values[0, ..., start:end, :] = keys
-        self._keys_and_values[1, ..., start:end, :] = values
-        self.length = end
-        return self._keys_and_values[0, ..., :end, :], self._keys_and_values[1, ..., :end, :]
+            self._memory = xp_of(keys).empty((2, *batch, self.max_length, width), keys.dtype)
+        memory, start = self.room(keys.shape[-2])
+        self.length = end = start + keys.shape[-2]
+        memory[0, ..., start:end, :] = keys
+        memory[1, ..., start:end, :] = values
+        return memory[0, ..., :end, :], memory[1, ..., :end, :]
+
+    def room(self, count: int) -> tuple[Array, int]:
+        """Return the memory, (2, B, heads, max_length, d), and where in it the next positions go, once there are some.
+
+        Who writes them there counts them in `length`.
+
+        Raises:
+            ValueError: there is no room for so many.
+        """
+        assert self._memory is not None
+        if self.length + count > self.max_length:
+            raise ValueError(f"this cache has room for {self.max_length} positions, got {self.length + count}")
+        return self._memory, self.length

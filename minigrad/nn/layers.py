@@ -21,8 +21,8 @@ from minigrad.ops import (
     embedding,
     linear,
     matmul,
-    scaled_dot_product_attention,
 )
+from minigrad.ops.attention import attend
 from minigrad.tensor import Tensor
 
 
@@ -133,8 +133,10 @@ class MultiHeadAttention(Module):
         # (B, T, 3 C) -> three of (B, heads, T, d)
         q, k, v = qkv.data.reshape(batch, time, 3, self.num_heads, -1).transpose(2, 0, 3, 1, 4)
         keys, values = cache.extend(k, v)
-        sees = None  # a single new position sees all
+        xp, sees = xp_of(q), None  # a single new position sees all
         if time > 1:
-            sees = xp_of(q).tri(time, cache.length, cache.length - time, dtype=bool)  # row t: up to t of the new ones
-        y = scaled_dot_product_attention(q, keys, values, mask=sees)
-        return self.out(y.swapaxes(1, 2).reshape(batch, time, width))
+            sees = xp.tri(time, cache.length, cache.length - time, dtype=bool)  # row t: up to t of the new ones
+            sees = xp.broadcast_to(sees, (*q.shape[:-1], cache.length))
+        y = xp.empty((batch, time, self.num_heads, width // self.num_heads), q.dtype)
+        attend(q, keys, values, y.swapaxes(1, 2), causal=False, mask=sees)
+        return self.out(y.reshape(batch, time, width))

@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
             raise TypeError(f"attention: the mask must be boolean, True where a query sees a key, got {mask.dtype}")
         mask = xp.broadcast_to(mask, (*q.shape[:-1], k.shape[-2]))
     y: Array = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    backward = _attend(q, k, v, y, causal=causal, mask=mask)
+    backward = attend(q, k, v, y, causal=causal, mask=mask)
 
     def vjp(g: Array) -> tuple[Array, Array, Array]:
         dq, dk, dv = xp.empty(q.shape, q.dtype), xp.empty(k.shape, k.dtype), xp.empty(v.shape, v.dtype)
@@ -94,7 +94,7 @@ def causal_attention(qkv: Array, *, num_heads: int) -> tuple[Array, tuple[Vjp]]:
         return [parts[:, :, i].swapaxes(1, 2) for i in range(num_parts)]
 
     y = xp.empty((batch, time, width3 // 3), qkv.dtype)
-    backward = _attend(*heads(qkv, 3), *heads(y, 1), causal=True, mask=None)
+    backward = attend(*heads(qkv, 3), *heads(y, 1), causal=True, mask=None)
 
     def vjp(g: Array) -> Array:
         dqkv: Array = xp.empty((batch, time, width3), g.dtype)
@@ -104,10 +104,15 @@ def causal_attention(qkv: Array, *, num_heads: int) -> tuple[Array, tuple[Vjp]]:
     return y, (vjp,)
 
 
-def _attend(q: Array, k: Array, v: Array, y: Array, *, causal: bool, mask: Array | None) -> Backward:
-    """Write attention into y; return what writes its gradients.
+def attend(q: Array, k: Array, v: Array, y: Array, *, causal: bool, mask: Array | None) -> Backward:
+    """Write attention of arrays into y; return what writes its gradients. It checks and records nothing.
 
     The last of the leading axes, usually the heads, is taken whole: single heads are too little work for a call.
+
+    Args:
+        q, k, v: as in `scaled_dot_product_attention`.
+        y: (..., T, e).
+        mask: (..., T, S).
     """
     if xp_of(q) is np:
         block = _CAUSAL_QUERY_BLOCK if causal else _QUERY_BLOCK
@@ -118,7 +123,7 @@ def _attend(q: Array, k: Array, v: Array, y: Array, *, causal: bool, mask: Array
         return _attend_at_once(q, k, v, y, causal=causal, mask=mask, block=block, keep=not several)
     masks = [None] * len(q) if mask is None else mask
     samples = [
-        _attend(*arrays, causal=causal, mask=its_mask) for *arrays, its_mask in zip(q, k, v, y, masks, strict=True)
+        attend(*arrays, causal=causal, mask=its_mask) for *arrays, its_mask in zip(q, k, v, y, masks, strict=True)
     ]
 
     def backward(*arrays: Array) -> None:
@@ -131,7 +136,7 @@ def _attend(q: Array, k: Array, v: Array, y: Array, *, causal: bool, mask: Array
 def _attend_at_once(
     q: Array, k: Array, v: Array, y: Array, *, causal: bool, mask: Array | None, block: int, keep: bool
 ) -> Backward:
-    """Do what `_attend` does for all samples together, `block` rows of queries at a time.
+    """Do what `attend` does for all samples together, `block` rows of queries at a time.
 
     With `keep` the weights are kept, else computed again. With `causal` a block uses only the keys up to its own end:
 

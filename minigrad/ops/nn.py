@@ -9,6 +9,8 @@ from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit, in_floating_dtype, put
 from minigrad.tape import AddingVjp, Vjp, WeightVjp, op
 
+NORM_EPS = 1e-5
+
 
 @op
 def softmax(x: Array, /, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
@@ -31,7 +33,7 @@ def log_softmax(x: Array, /, axis: int = -1) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
-def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = 1e-5) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
+def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = NORM_EPS) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
     """Normalise the last axis: y = h gain + bias, h = (x - mean) / sqrt(var + eps).
 
     With t = g gain: dx = (t - mean(t) - h mean(t h)) / sqrt(var + eps); dgain = sum(g h), dbias = sum(g).

@@ -190,3 +190,20 @@ def test_what_cannot_be_copied_says_so() -> None:
     w.hold = mg.Hold("its grad is being counted; call done() first")
     with pytest.raises(RuntimeError, match=r"^a copy of 'w': its grad is being counted; call done\(\) first$"):
         copy.deepcopy(w)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_of_a_parameter_whose_values_are_on_their_way_waits_for_them(copied: Callable[[Any], Any]) -> None:
+    p = mg.Parameter(np.zeros(3), "p")
+
+    def arrive() -> None:
+        p.restore()
+        p.data = np.arange(3.0)
+
+    p.defer(arrive)
+    assert (p.name, p.requires_grad) == ("p", True)  # which wait for nothing
+    with pytest.raises(AttributeError):
+        p.no_such_name  # noqa: B018
+    again = copied(p)
+    np.testing.assert_array_equal(again.data, [0, 1, 2])
+    assert type(again) is type(p) is mg.Parameter

@@ -4,10 +4,13 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from kernel_modes import use_kernels
 
 from distributed import SoloCommunicator
 from distributed.checkpoint import Checkpointer
+from minigrad import Tensor, no_grad, profile
 from minigrad.generate.__main__ import decode, main, until
+from minigrad.kernels import replaced
 from minigrad.models import GPT, GPTConfig
 from minigrad.models.generation import Sampling, _Reader, generate
 from minigrad.nn import KeyValueCache
@@ -35,6 +38,52 @@ def test_a_cached_forward_has_the_logits_of_a_plain_one(dtype, tolerance):
     for length in (3, 4, 7, 12, 13, 20):  # several at once too; from 13 on the window is full
         plain = model(np.array([tokens[max(0, length - 12) : length]])).data[0, -1]
         np.testing.assert_allclose(reader.read(tokens[:length]), plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", ["numpy", "numba"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-5)])
+def test_a_position_in_one_kernel_is_that_of_the_ops(dtype, tolerance, mode, monkeypatch):
+    """Of a block that is large enough for kernels, with numbers of all sizes, several texts and odd widths."""
+    use_kernels(mode, monkeypatch)
+    calls = []
+    with replaced("block_step", lambda kernel: lambda *args: calls.append(kernel(*args)) or calls[-1]):
+        block = GPT(GPTConfig(context=9, num_layers=1, num_heads=3, width=33), seed=1, dtype=dtype).eval().layers[1]
+        generator = np.random.default_rng(0)
+        for parameter in block.parameters():
+            parameter.data = parameter.data + 0.3 * generator.standard_normal(parameter.shape)
+        x, cache = generator.standard_normal((2, 9, 33)).astype(dtype), KeyValueCache(9)
+        whole = block(Tensor(x)).data
+        with no_grad():
+            parts = [block(Tensor(x[:, :4]), cache), *[block(Tensor(x[:, t : t + 1]), cache) for t in range(4, 9)]]
+            for part, expected in zip(parts, np.split(whole, [4, 5, 6, 7, 8], axis=1), strict=True):
+                assert part.dtype == expected.dtype
+                np.testing.assert_allclose(part.data, expected, rtol=tolerance, atol=tolerance)
+            with pytest.raises(ValueError, match="room for 9 positions, got 10"):
+                block(Tensor(x[:, :1]), cache)
+    assert [y is not None for y in calls] == [mode == "numba"] * 5
+
+
+def test_nan_and_infinity_come_out_of_one_kernel_as_of_the_ops(monkeypatch):
+    ends = []
+    for mode in ("numpy", "numba"):
+        use_kernels(mode, monkeypatch)
+        block = GPT(GPTConfig(context=4, num_layers=1, num_heads=3, width=33), seed=1).eval().layers[1]
+        for bad in (np.nan, np.inf, 1e30):
+            x, cache = np.ones((3, 3, 33), np.float32) * np.arange(33, dtype=np.float32), KeyValueCache(4)
+            x[0, 0, 5], x[1, 2, 5] = bad, -bad
+            with no_grad(), np.errstate(all="ignore"):
+                block(Tensor(x[:, :2]), cache)
+                ends.append(np.isfinite(block(Tensor(x[:, 2:]), cache).data))
+    np.testing.assert_array_equal(ends[:3], ends[3:])
+    assert ends[0][2].all()
+
+
+def test_a_profile_sees_the_ops_of_a_position():
+    model = GPT(GPTConfig(context=4, num_layers=1, num_heads=2, width=40))
+    first(1, generate(model, [1]))
+    with profile() as seen:
+        first(2, generate(model, [1]))
+    assert "feed_forward" in str(seen)
 
 
 def test_with_and_without_a_cache_the_text_is_the_same_past_the_context_too():

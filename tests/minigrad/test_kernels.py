@@ -154,7 +154,8 @@ def sampler(dtype: Any, *, read_only: bool = False, strided: bool = False, odd: 
 
 
 def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> None:
-    assert {case.split()[0] for case in CASES} == set(kernels.names(cpu))
+    composed = {"block_step"}  # where the reference is the model's own ops: see test_generation.py
+    assert {case.split()[0] for case in CASES} == set(kernels.names(cpu)) - composed
     assert set(kernels.names(cpu)) <= set(kernels.names(reference))
 
 

@@ -37,7 +37,17 @@ RANKS = {"numpy", "distributed.comm", "distributed"}
 EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
 KERNELS = {
     f"minigrad.kernels.{family}"
-    for family in ("activations", "attention", "embedding", "losses", "norms", "products", "softmax", "updates")
+    for family in (
+        "activations",
+        "attention",
+        "decoding",
+        "embedding",
+        "losses",
+        "norms",
+        "products",
+        "softmax",
+        "updates",
+    )
 }
 RULES = {
     # Arrays and derivatives; nothing of ranks.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.activations import reference
 from minigrad.kernels.activations.reference import GELU_FLAT
-from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous, flattened, inlined
-from minigrad.kernels.scalars import exp, exp_within, logistic, normal_tail
+from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous, flattened
+from minigrad.kernels.scalars import exp, gelu_constants, gelu_tanh, logistic, normal_tail
 
 __all__ = [
     "add_select",
@@ -25,8 +24,6 @@ __all__ = [
     "sigmoid_dx",
     "silu",
 ]
-
-_A = 2 * math.sqrt(2 / math.pi)
 
 
 @compiled(EXACT)
@@ -131,34 +128,11 @@ def silu(x: Array) -> tuple[Array, Array]:
     return y, d
 
 
-_FLAT = 9.5  # from here on, on both sides, GELU is x or 0 to 1e-32
-
-
-@inlined
-def _tanh_form(x: Any, constants: Any) -> Any:
-    """Return the tanh form of the GELU and its derivative."""
-    zero, one, flat, a, b, b3 = constants
-    v = -flat if x < -flat else x
-    inner = flat if v > flat else v
-    x2 = inner * inner
-    e = exp_within(-inner * (a + b * x2))
-    s = one / (one + e)
-    s = zero if x < -flat else s
-    return v * s, s + inner * s * (s * e) * (a + b3 * x2)
-
-
-@inlined
-def _constants_of(x: Any) -> Any:
-    """Return the constants of the tanh form in the dtype of an array."""
-    T = x.dtype.type
-    return T(0), T(1), T(_FLAT), T(_A), T(_A * 0.044715), T(3 * _A * 0.044715)
-
-
 @compiled({"contract"})
 def _gelu_tanh(x: Array, y: Array, d: Array) -> None:
-    constants = _constants_of(x)
+    constants = gelu_constants(x)
     for i in range(x.size):
-        y[i], d[i] = _tanh_form(x[i], constants)
+        y[i], d[i] = gelu_tanh(x[i], constants)
 
 
 @compiled({"contract"})
@@ -177,12 +151,12 @@ def _gelu_exact(x: Array, y: Array, d: Array) -> None:
 
 @compiled({"contract"})
 def _add_bias_gelu(x: Array, b: Array, y: Array) -> None:
-    constants, (m, n) = _constants_of(x), x.shape
+    constants, (m, n) = gelu_constants(x), x.shape
     for i in range(m):
         for j in range(n):
             v = x[i, j] + b[j]
             x[i, j] = v
-            y[i, j], _ = _tanh_form(v, constants)
+            y[i, j], _ = gelu_tanh(v, constants)
 
 
 def linear_gelu(x: Array, w: Array, b: Array, exact: bool) -> tuple[Array, Array]:
@@ -196,10 +170,10 @@ def linear_gelu(x: Array, w: Array, b: Array, exact: bool) -> tuple[Array, Array
 
 @compiled(SUMS)
 def _gelu_back(g: Array, x: Array, sums: Array) -> None:
-    constants, (m, n) = _constants_of(x), x.shape
+    constants, (m, n) = gelu_constants(x), x.shape
     for i in range(m):
         for j in range(n):
-            y, d = _tanh_form(x[i, j], constants)
+            y, d = gelu_tanh(x[i, j], constants)
             dx = g[i, j] * d
             x[i, j], g[i, j] = y, dx
             sums[j] += dx

@@ -101,24 +101,32 @@ def gelu(x: Array, exact: bool) -> tuple[Array, Array]:
 
     Here that is the derivative. On a GPU, where memory is slow and arithmetic is not, it is x.
     """
+    y, d = xp_of(x).empty_like(x, order="C"), xp_of(x).empty_like(x, order="C")
+    _gelu(x, exact, y, d)
+    return y, d
+
+
+def _gelu(x: Array, exact: bool, y: Array, d: Array | None) -> None:
+    """Write the GELU of x into y, and if there is a d its derivative there."""
     xp = xp_of(x)
-    y, d = xp.empty_like(x, order="C"), xp.empty_like(x, order="C")
-    flat_x, flat_y, flat_d = xp.ravel(x), y.reshape(-1), d.reshape(-1)
+    flat_x, flat_y, flat_d = xp.ravel(x), y.reshape(-1), None if d is None else d.reshape(-1)
     block = BLOCK if xp is np else max(1, x.size)
     form = _gelu_exact if exact else _gelu_tanh
     with np.errstate(over="ignore", under="ignore"):  # far from 0 the exponentials are 0 or inf, as they should be
         for i in range(0, x.size, block):
-            part = xp.maximum(flat_x[i : i + block], -GELU_FLAT)  # y at -inf is not -inf times 0
+            own = slice(i, i + block)
+            part = xp.maximum(flat_x[own], -GELU_FLAT)  # y at -inf is not -inf times 0
             inner = xp.minimum(part, GELU_FLAT)  # nor its derivative at inf inf times 0
-            form(xp, part, inner, flat_y[i : i + block], flat_d[i : i + block])
-    return y, d
+            form(xp, part, inner, flat_y[own], None if flat_d is None else flat_d[own])
 
 
 @half_in_float32
 def linear_gelu(x: Array, w: Array, b: Array, exact: bool) -> tuple[Array, Any]:
     """Return the GELU of x w + b, and what `gelu_back` of the same table needs: here x w + b, to compute it again."""
     h = linear(x, w, b)
-    return gelu(h, exact)[0], h
+    y = xp_of(h).empty_like(h, order="C")
+    _gelu(h, exact, y, None)
+    return y, h
 
 
 def gelu_back(g: Array, kept: Any, exact: bool) -> tuple[Array, Array, Array | None]:
@@ -137,7 +145,7 @@ def _gelu_back(g: Array, h: Array, exact: bool) -> tuple[Array, Array]:
     return y, g * d
 
 
-def _gelu_tanh(xp: Any, x: Array, inner: Array, y: Array, d: Array) -> None:
+def _gelu_tanh(xp: Any, x: Array, inner: Array, y: Array, d: Array | None) -> None:
     """Write y = x s, s the logistic function of 2u = a x + b x^3, and d = s + x s (1 - s) 2u'."""
     a = 2 * math.sqrt(2 / math.pi)
     b = a * 0.044715
@@ -149,6 +157,8 @@ def _gelu_tanh(xp: Any, x: Array, inner: Array, y: Array, d: Array) -> None:
     s += 1
     xp.reciprocal(s, s)
     xp.multiply(x, s, y)
+    if d is None:
+        return
     x2 *= 3 * b  # 2u' = a + 3b x^2
     x2 += a
     xp.subtract(1, s, d)
@@ -158,7 +168,7 @@ def _gelu_tanh(xp: Any, x: Array, inner: Array, y: Array, d: Array) -> None:
     d += s
 
 
-def _gelu_exact(xp: Any, x: Array, inner: Array, y: Array, d: Array) -> None:
+def _gelu_exact(xp: Any, x: Array, inner: Array, y: Array, d: Array | None) -> None:
     """Write y = x P and d = P + x p, p the normal density; one exponential, exp(-x^2 / 2), serves both."""
     p, center, coefficients = ERFC_SINGLE if x.dtype == np.float32 else ERFC_DOUBLE
     z = xp.abs(inner)
@@ -180,6 +190,8 @@ def _gelu_exact(xp: Any, x: Array, inner: Array, y: Array, d: Array) -> None:
     xp.copysign(tail, x, tail)
     tail += 0.5  # P(x)
     xp.multiply(x, tail, y)
+    if d is None:
+        return
     xp.multiply(inner, e, d)
     d *= 1 / math.sqrt(2 * math.pi)
     d += tail

@@ -44,11 +44,10 @@ def attention_weights(scores: Array, scale: float, first: int | None, mask: Arra
     if mask is not None:
         xp.copyto(scores, -np.inf, where=~mask)
     top = scores.max(axis=-1, keepdims=True)
-    scores -= xp.where(top == -np.inf, xp.zeros_like(top), top)
+    scores -= xp.maximum(top, np.finfo(scores.dtype).min, out=top)  # of a query that sees nothing it is -inf
     p = xp.exp(scores, scores)
     total = p @ xp.ones((p.shape[-1], 1), p.dtype)  # a GEMV is faster than sum(-1)
-    total[total == 0] = 1
-    p /= total
+    p /= xp.maximum(total, 1, out=total)  # below 1, as the largest is exp(0), it is 0
     return p
 
 

@@ -94,13 +94,18 @@ def rms_norm_dgain(g: Array, x: Array, inverse: Array) -> Array:
 def _average(x: Array) -> Array:
     """Return the column that takes the means of rows as a GEMV: faster than mean(axis=1)."""
     n = x.shape[1]
-    return xp_of(x).full((n, 1), 1 / max(1, n), x.dtype)
+    column: Array = xp_of(x).empty((n, 1), x.dtype)
+    column.fill(1 / max(1, n))
+    return column
 
 
 def _inverse_rms(rows: Array, eps: float) -> Array:
     """Return 1 / sqrt(mean of squares + eps) of each row, as a column."""
     xp = xp_of(rows)
-    return 1 / xp.sqrt(xp.einsum("ij,ij->i", rows, rows)[:, None] / rows.shape[1] + eps)
+    squares: Array = xp.einsum("ij,ij->i", rows, rows)[:, None]
+    squares /= max(1, rows.shape[1])
+    squares += eps
+    return xp.reciprocal(xp.sqrt(squares, squares), squares)
 
 
 def _through_rms(t: Array, h: Array, inverse: Array) -> Array:
