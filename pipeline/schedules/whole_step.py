@@ -76,7 +76,8 @@ def _with_buckets(
     late: list[Collective] = []
     place = -1
     for number, stages in enumerate(buckets):
-        bucket = Collective(f"bucket {number}", ranks)
+        of = f"stage {', '.join(map(str, stages))}" if stages else "tied gradients"
+        bucket = Collective(f"bucket {number} of {of}", ranks)  # replicas must agree on what is in it, too
         if late or not stages:
             late.append(bucket)
             continue
