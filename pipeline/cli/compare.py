@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.cli import flags
+from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import BOUNDARIES, MICROBATCHES, RANKS, add_microbatches
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
 from pipeline.schedules.compare import Result, Work, at_size, measure, peaks_of, timeline_of, to_csv, to_json
@@ -17,6 +18,7 @@ HELP = "compare schedules in one table"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `compare` takes."""
     add_work(parser)
+    add_measured(parser)
     parser.add_argument("--ranks", type=flags.count, default=RANKS, metavar="P", help=f"ranks (default {RANKS})")
     add_microbatches(parser)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
@@ -29,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
     num_microbatches = MICROBATCHES if arguments.microbatches is None else arguments.microbatches
     sizes = arguments.ranks, num_microbatches
     flags.check_size(2 * arguments.ranks * num_microbatches)
-    work = Work(**values_of(arguments))
+    work = Work(**values_of(arguments), measured=measured_of(arguments, num_microbatches))
     rows: list[str] = []
     results: list[Result] = []
     drawings = []
@@ -37,6 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
         try:
             schedule = at_size(candidate, *sizes, work)
             flags.orders_of(schedule, *sizes)
+            if work.measured is not None:
+                work.measured.stages_of(schedule.num_stages(arguments.ranks))  # for its error
         except ValueError as rule:  # one that does not allow these sizes says so in its row
             rows.append(f"{name:16}  {rule}")
             continue
@@ -63,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(to_json(results))
         return
     reduced = "  with reductions  hidden" if work.gradient_bytes else ""
-    in_microbatches = (work.activations, work.deferred, work.static) == (1, 0, 0)
+    in_microbatches = work.measured is None and (work.activations, work.deferred, work.static) == (1, 0, 0)
     print(f"{arguments.ranks} ranks, {num_microbatches} micro-batches")
     print(
         f"{'':18}makespan  bubble/ideal  bubble/span  efficiency{reduced}"

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a schedule against time, and what it costs; write the files that are asked for."""
-    title, timeline = timeline_of(arguments)
+    checked, timeline = timeline_of(arguments)
+    title = checked.title
     text = draw(timeline, width=arguments.width)  # first: it may be too wide to draw
     drawing = picture(timeline, title, width=arguments.width and DIGIT_WIDTH * arguments.width)
     writers: dict[str, Callable[[Path], object]] = {

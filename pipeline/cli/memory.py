@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
+from pathlib import Path
 
 from pipeline.cli import flags
 from pipeline.cli.schedule_flags import MICROBATCHES, RANKS
 from pipeline.cli.verify import check_sizes, find_case
-from pipeline.runtime.memory import rank_bytes, stage_bytes
+from pipeline.runtime.memory import stage_bytes
+from pipeline.schedules.held import Measured, StageBytes, from_json, rank_bytes, to_json
 from pipeline.schedules.schedule import SCHEDULES
+from pipeline.verify import Case
 
 HELP = "measure what a micro-batch keeps on each stage, and say what each rank needs, in bytes"
 
@@ -25,26 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         what = f"{what} (default {default})"
         parser.add_argument(f"--{option}", type=flags.count, default=default, metavar="N", help=what)
+    parser.add_argument("--json", action="store_true", help="print what stages hold as JSON, for --measured")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure the first micro-batch of a model's first batch, and print a table a schedule."""
     case = find_case(arguments.model)
-    if not case.batches:
-        raise ValueError(f"{arguments.model} must have a batch to measure, got none")
-    x, y = (part[: -(-len(part) // arguments.microbatches)] for part in case.batches[0])
-    for name in arguments.schedules:
-        schedule = flags.find_schedule(name, SCHEDULES)
+    schedules = {name: flags.find_schedule(name, SCHEDULES) for name in arguments.schedules}
+    for schedule in schedules.values():
         flags.orders_of(schedule, arguments.pp, arguments.microbatches)
         check_sizes(case, schedule, dp=1, pp=arguments.pp, num_microbatches=arguments.microbatches)
-        stages = stage_bytes(
-            case.layers,
-            x,
-            num_stages=schedule.num_stages(arguments.pp),
-            loss_fn=lambda output: case.loss_fn(output, y),
-            rule=case.rule,
-            dtype=case.dtype,
-        )
+    stages_of = measure(case, arguments.microbatches).stages_of
+    cuts = {count: stages_of(count) for count in (schedule.num_stages(arguments.pp) for schedule in schedules.values())}
+    if arguments.json:
+        print(to_json(cuts, num_microbatches=arguments.microbatches, num_shards=arguments.shards))
+        return
+    for name, schedule in schedules.items():
+        stages = cuts[schedule.num_stages(arguments.pp)]
         print(f"{name}: {len(stages)} stages on {arguments.pp} ranks, {arguments.microbatches} micro-batches")
         print("stage     weights   gradients   optimizer  activations    deferred     working")
         for number, stage in enumerate(stages):
@@ -59,3 +60,60 @@ def run(arguments: argparse.Namespace) -> None:
             num_shards=arguments.shards,
         )
         print(f"a rank needs  {' '.join(map(flags.amount, ranks))}")
+
+
+def measure(case: Case, num_microbatches: int) -> Measured:
+    """Return what the stages of a model hold, measured when it is first asked for.
+
+    Args:
+        num_microbatches: parts of the model's first batch, the first of which is measured.
+    Raises:
+        ValueError: there is no batch, or one of fewer samples.
+    """
+    if not case.batches:
+        raise ValueError("a model must have a batch to measure, got none")
+    if len(case.batches[0][0]) < num_microbatches:
+        raise ValueError(f"--microbatches must be at most {len(case.batches[0][0])}, the samples of a batch")
+    x, y = (part[: -(-len(part) // num_microbatches)] for part in case.batches[0])
+
+    @cache
+    def stages_of(num_stages: int) -> list[StageBytes]:
+        if num_stages > len(case.layers):
+            raise ValueError(f"a model of {len(case.layers)} layers cannot be cut into {num_stages} stages")
+        return stage_bytes(
+            case.layers,
+            x,
+            num_stages=num_stages,
+            loss_fn=lambda output: case.loss_fn(output, y),
+            rule=case.rule,
+            dtype=case.dtype,
+        )
+
+    return Measured(stages_of)
+
+
+def add_measured(parser: argparse.ArgumentParser) -> None:
+    """Declare memory that was measured, or is to be."""
+    what = "bytes that stages hold: a file from `memory --json`, or a model to measure: gpt, mlp or MODULE:FUNCTION"
+    parser.add_argument("--measured", metavar="WHAT", help=what)
+
+
+def measured_of(arguments: argparse.Namespace, num_microbatches: int) -> Measured | None:
+    """Return what `--measured` asks for.
+
+    Raises:
+        ValueError: the file cannot be read, there is no such model, or memory is given by hand too.
+    """
+    if arguments.measured is None:
+        return None
+    for option, default in (("activations", 1), ("deferred", 0), ("static", 0)):
+        if getattr(arguments, option, default) != default:
+            raise ValueError(f"--measured is in place of --{option}: give one of them")
+    path = Path(arguments.measured)
+    if path.suffix != ".json":
+        return measure(find_case(arguments.measured), num_microbatches)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--measured {path} cannot be read: {error}") from error
+    return from_json(text, str(path))

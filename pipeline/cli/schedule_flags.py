@@ -61,6 +61,7 @@ class Checked(NamedTuple):
     schedule: Schedule
     orders: list[list[Action]]
     num_stages: int
+    num_microbatches: int
     title: str
 
 
@@ -90,12 +91,13 @@ def checked(arguments: argparse.Namespace) -> Checked:
         trains=schedule.trains,
     )
     title = f"{schedule.name}: {num_stages} stages on {num_ranks} ranks, {num_microbatches} micro-batches"
-    return Checked(schedule, orders, num_stages, title)
+    return Checked(schedule, orders, num_stages, num_microbatches, title)
 
 
-def timeline_of(arguments: argparse.Namespace) -> tuple[str, Timeline]:
-    """Simulate the schedule that was asked for; return a line that says what it is, and the result."""
-    _, orders, num_stages, title = checked(arguments)
+def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
+    """Simulate the schedule that was asked for; return it, and the result."""
+    asked = checked(arguments)
+    orders, num_stages = asked.orders, asked.num_stages
     for option in TIMES:
         flags.check_length(f"--{option}", getattr(arguments, option.replace("-", "_")), num_stages, "stages")
     flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, BOUNDARIES)
@@ -109,7 +111,7 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[str, Timeline]:
         message_bytes=arguments.message_bytes,
         bandwidth=arguments.bandwidth,
     )
-    return title, timeline
+    return asked, timeline
 
 
 def print_costs(timeline: Timeline) -> None:

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 
 from pipeline.cli import flags
+from pipeline.cli.memory import add_measured, measured_of
 from pipeline.schedules.csv_file import dump
 from pipeline.schedules.exact import check_solvable, shortest
+from pipeline.schedules.held import Measured
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.search import MEASURES, PLACEMENTS, search_placements
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=flags.memories, default=math.inf, metavar="X", help=what)
     what = "what a rank holds in any case: weights, their gradients, optimizer state (default 0)"
     parser.add_argument("--static", type=flags.memories, default=0.0, metavar="X", help=what)
+    add_measured(parser)
     what = "what is to be short: everything, or the longest span of a rank (default makespan)"
     parser.add_argument("--measure", choices=list(MEASURES), default="makespan", help=what)
     parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help="at most (default 10)")
@@ -56,8 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
         names = [name for name in names if {PLACEMENTS[name][0] * arguments.ranks} == lengths]
         if not names:
             raise ValueError(f"numbers with commas must be one for each stage, got {' and '.join(map(str, lengths))}")
+    measured = measured_of(arguments, arguments.microbatches)
     results = search_placements(
-        lambda placement: _problem(arguments, placement, given),
+        lambda placement: _problem(arguments, placement, given, measured),
         names,
         measure=arguments.measure,
         seconds=arguments.seconds,
@@ -74,6 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
     num_stages = num_chunks * arguments.ranks
     print(f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches")
     print(found.report())
+    if measured is not None:
+        peaks = measured.peaks(found.timeline, num_stages, PLACEMENTS[best][1])
+        print(f"bytes a rank                {' '.join(map(flags.amount, peaks))}")
     if exact is not None:
         print(exact.report())
     for name, other in results.items():
@@ -81,29 +88,42 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"placement {name:18}{other.time:.6g}")
 
 
-def _problem(arguments: argparse.Namespace, placement: str, given: dict[str, flags.Numbers]) -> Problem:
+def _of_stages(value: flags.Numbers, num_chunks: int) -> flags.Numbers:
+    """Return numbers of stages, from these or from that of a rank."""
+    return value if isinstance(value, list) else value / num_chunks
+
+
+def _problem(
+    arguments: argparse.Namespace, placement: str, given: dict[str, flags.Numbers], measured: Measured | None
+) -> Problem:
     num_chunks, rank_of = PLACEMENTS[placement]
-
-    def of_stage(value: flags.Numbers) -> flags.Numbers:
-        return value if isinstance(value, list) else value / num_chunks
-
-    limit, static = (v if isinstance(v, list) else [v] * arguments.ranks for v in (arguments.memory, arguments.static))
+    num_stages = num_chunks * arguments.ranks
+    always: flags.Numbers = arguments.static
+    kept, later = (_of_stages(given[name], num_chunks) for name in ("activations", "deferred"))
+    if measured is not None:
+        stages = measured.stages_of(num_stages)
+        kept, later = [float(s.activations) for s in stages], [float(s.deferred) for s in stages]
+        always = measured.always(num_stages, rank_of, arguments.ranks)
+    limit, static = (v if isinstance(v, list) else [v] * arguments.ranks for v in (arguments.memory, always))
     for flag, values in (("--memory", limit), ("--static", static)):
         flags.check_length(flag, values, arguments.ranks, "ranks")
     room = [most - always for most, always in zip(limit, static, strict=True)]
     if min(room) <= 0:
+        if measured is not None:
+            needed = " ".join(map(flags.amount, static))
+            raise ValueError(f"--memory must be more than the ranks hold beside their micro-batches, {needed}")
         raise ValueError(f"--memory must be more than --static, got {min(room):g} less")
     problem = Problem.of(
         num_ranks=arguments.ranks,
         num_microbatches=arguments.microbatches,
         rank_of=rank_of,
-        num_stages=num_chunks * arguments.ranks,
-        forward=of_stage(given["forward"]),
-        backward_input=of_stage(given["backward-input"]),
-        backward_weight=of_stage(given["backward-weight"]),
+        num_stages=num_stages,
+        forward=_of_stages(given["forward"], num_chunks),
+        backward_input=_of_stages(given["backward-input"], num_chunks),
+        backward_weight=_of_stages(given["backward-weight"], num_chunks),
         latency=arguments.latency,
-        activations=of_stage(given["activations"]),
-        deferred=of_stage(given["deferred"]),
+        activations=kept,
+        deferred=later,
         limit=room,
     )
     if arguments.exact is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from pipeline.cli import flags
+from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import add_simulation, print_costs, timeline_of
 
 HELP = "say what a schedule costs in time and memory"
@@ -12,10 +14,15 @@ HELP = "say what a schedule costs in time and memory"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `simulate` takes."""
     add_simulation(parser)
+    add_measured(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print what a schedule costs."""
-    title, timeline = timeline_of(arguments)
-    print(title)
+    checked, timeline = timeline_of(arguments)
+    measured = measured_of(arguments, checked.num_microbatches)
+    peaks = None if measured is None else measured.peaks(timeline, checked.num_stages, checked.schedule.rank_of)
+    print(checked.title)
     print_costs(timeline)
+    if peaks is not None:
+        print(f"peak memory a rank                      {' '.join(map(flags.amount, peaks))}")

@@ -13,7 +13,6 @@ import gc
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,43 +27,7 @@ from minigrad.tensor import Tensor
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.runtime.stage import PipelineStage
-from pipeline.schedules.schedule import Schedule
-from pipeline.schedules.simulate import simulate
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """What one stage holds, in bytes.
-
-    Attributes:
-        weights, gradients: of its parameters.
-        optimizer: state of the rule.
-        activations: what one micro-batch keeps from F to B, its input included.
-        deferred: what it keeps from B to W.
-        working: the most that an action needs besides, while it runs.
-        message: its input, for which a receive is posted before it is needed.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    deferred: int
-    working: int
-    message: int
-
-    def static(self, *, num_shards: int = 1, sharded: Sequence[str] = ("optimizer",)) -> float:
-        """Return what is held in any case.
-
-        Args:
-            num_shards: replicas that share what is sharded, a part each.
-            sharded: which of weights, gradients and optimizer are.
-        """
-        names = ("weights", "gradients", "optimizer")
-        unknown = [name for name in sharded if name not in names]
-        if unknown or num_shards < 1:
-            raise ValueError(f"{', '.join(names)} are shared by at least 1 shard, got {list(sharded)} and {num_shards}")
-        return sum(getattr(self, name) / (num_shards if name in sharded else 1) for name in names)
+from pipeline.schedules.held import StageBytes
 
 
 def stage_bytes(
@@ -132,33 +95,6 @@ def _through(
             stages, activations, reversed(deferred), working, inputs, strict=True
         )
     ]
-
-
-def rank_bytes(
-    stages: Sequence[StageBytes],
-    schedule: Schedule,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    num_shards: int = 1,
-    sharded: Sequence[str] = ("optimizer",),
-) -> list[float]:
-    """Return the most bytes that each rank holds in a step.
-
-    Args:
-        num_shards, sharded: see `StageBytes.static`.
-    Raises:
-        ValueError: the schedule does not allow these sizes, or has another number of stages.
-    """
-    if len(stages) != schedule.num_stages(num_ranks):
-        raise ValueError(f"{schedule.name} has {schedule.num_stages(num_ranks)} stages, got {len(stages)}")
-    timeline = simulate(schedule.orders(num_ranks, num_microbatches), num_stages=len(stages))
-    held = timeline.peak_memory([s.activations for s in stages], [s.deferred for s in stages])
-    for rank in range(num_ranks):
-        own = [stages[s] for s in range(len(stages)) if schedule.rank_of(s, num_ranks) == rank]
-        held[rank] += sum(stage.static(num_shards=num_shards, sharded=sharded) for stage in own)
-        held[rank] += max(stage.working for stage in own) + max(stage.message for stage in own)
-    return held
 
 
 def _static(params: Sequence[Parameter], rule: Rule | None) -> tuple[int, int, int]:

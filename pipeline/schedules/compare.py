@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 
+from pipeline.schedules.held import Measured
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.reductions import Reductions, end_of_step, hidden_share, reduce_beside
 from pipeline.schedules.schedule import Schedule
@@ -32,6 +33,7 @@ class Work:
         activations: memory of a micro-batch from F to B.
         deferred: memory of it from B to W.
         static: memory that is always held: weights, their gradients, optimizer state.
+        measured: bytes that stages hold, in place of activations, deferred and static.
         memory: what a rank has.
         gradient_bytes: gradients of a rank, to reduce over replicas; 0 where there is one replica.
         bucket_bytes, reduction_latency, reduction_bandwidth: see `Reductions`.
@@ -47,6 +49,7 @@ class Work:
     activations: float = 1.0
     deferred: float = 0.0
     static: float = 0.0
+    measured: Measured | None = None
     memory: float = math.inf
     gradient_bytes: float = 0.0
     bucket_bytes: float = math.inf
@@ -105,6 +108,8 @@ def timeline_of(schedule: Schedule, num_ranks: int, num_microbatches: int, work:
 
 def peaks_of(schedule: Schedule, timeline: Timeline, work: Work) -> list[float]:
     """Return the most that each rank holds in a timeline of a schedule."""
+    if work.measured is not None:
+        return work.measured.peaks(timeline, schedule.num_stages(len(timeline.rows)), schedule.rank_of)
     share = 1 / schedule.num_chunks
     return [work.static + peak for peak in timeline.peak_memory(work.activations * share, work.deferred * share)]
 
@@ -148,13 +153,20 @@ def searched(
     Raises:
         ValueError: as `search_placements`.
     """
-    if not work.memory > work.static:
+    if work.measured is None and not work.memory > work.static:
         raise ValueError(f"memory must be more than what is always held, got {work.memory:g} and {work.static:g}")
 
     def problem_in(placement: str) -> Problem:
         num_chunks, rank_of = PLACEMENTS[placement]
         num_stages = num_chunks * num_ranks
         sizes = work.message_bytes if isinstance(work.message_bytes, Sequence) else [work.message_bytes] * num_stages
+        kept: Time = work.activations / num_chunks
+        later: Time = work.deferred / num_chunks
+        room: Time = work.memory - work.static
+        if work.measured is not None:
+            stages = work.measured.stages_of(num_stages)
+            kept, later = [s.activations for s in stages], [s.deferred for s in stages]
+            room = [work.memory - always for always in work.measured.always(num_stages, rank_of, num_ranks)]
         return Problem.of(
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
@@ -164,9 +176,9 @@ def searched(
             backward_input=work.backward_input / num_chunks,
             backward_weight=work.backward_weight / num_chunks,
             latency=[work.latency + size / work.bandwidth for size in sizes[: num_stages - 1]],
-            activations=work.activations / num_chunks,
-            deferred=work.deferred / num_chunks,
-            limit=work.memory - work.static,
+            activations=kept,
+            deferred=later,
+            limit=room,
         )
 
     found = search_placements(problem_in, PLACEMENTS, seconds=seconds, num_tries=num_tries, seed=seed, name="search")

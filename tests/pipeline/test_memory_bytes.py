@@ -11,7 +11,8 @@ from minigrad import optim
 from minigrad.models import mlp
 from pipeline import SCHEDULES
 from pipeline.cli.main import main
-from pipeline.runtime.memory import StageBytes, rank_bytes, stage_bytes
+from pipeline.runtime.memory import stage_bytes
+from pipeline.schedules.held import StageBytes, rank_bytes
 
 JOB = Path(__file__).parents[1] / "support" / "memory_peak.py"
 

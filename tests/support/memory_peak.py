@@ -11,7 +11,8 @@ from distributed import world
 from minigrad import optim, rng
 from minigrad.models import gpt
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
-from pipeline.runtime.memory import rank_bytes, stage_bytes
+from pipeline.runtime.memory import stage_bytes
+from pipeline.schedules.held import rank_bytes
 
 NUM_MICROBATCHES, SAMPLES = 8, 4
 RULE = optim.AdamW(lr=1e-3)
