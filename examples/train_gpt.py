@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
@@ -35,9 +36,10 @@ from distributed.data_parallel.low_rank import PowerSGD
 from distributed.data_parallel.top_k import TopK
 from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy, rng
-from minigrad.backend import Array, place, to_host, use_gpu
+from minigrad.backend import Array, place, use_gpu
 from minigrad.lr_schedule import scaled, warmup_cosine
 from minigrad.models import gpt
+from minigrad.models.generation import Sampling
 from minigrad.muon import Muon, is_hidden_matrix
 from minigrad.optim import AdamW, Rule
 from minigrad.param_groups import Group, Groups
@@ -45,11 +47,11 @@ from minigrad.parameter import Parameter
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
+from pipeline.generation import generate
 
 MUON_RATE = 6.0
 SAMPLE_TOKENS = 300
 SAMPLE_SECONDS = 20.0
-NO_MORE = -1
 SAMPLE_TEMPERATURE = 0.8
 
 
@@ -62,9 +64,12 @@ def main() -> None:
     comm = world()
     mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
     run = Run(settings, comm, samples="tokens", size=settings.context, device=settings.device, loss_unit="nats a token")
-    tokenizer = Tokenizer.beside(settings.text) if settings.text is not None and settings.vocab != 256 else None
+    is_bytes = settings.vocab == 256
+    tokenizer = Tokenizer.beside(settings.text) if settings.text is not None and not is_bytes else None
     if tokenizer is not None:
         run.keep(Path(settings.text or "").parent / TOKENIZER)
+
+    bytes_a_token = tokenizer.bytes_a_token(validation) if tokenizer is not None else 1.0 if is_bytes else None
 
     config = gpt.GPTConfig(
         vocab_size=settings.vocab,
@@ -76,7 +81,12 @@ def main() -> None:
     )
     schedule = SCHEDULES[settings.schedule]
     stages = PipelineStage.of(
-        gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype, device=settings.device
+        gpt.layers(config, recompute=settings.recompute),
+        mesh.pp,
+        schedule,
+        seed=settings.seed,
+        dtype=settings.dtype,
+        device=settings.device,
     )
     if settings.init_from is not None:
         load_weights(stages.parameters(), config, settings.init_from)
@@ -128,7 +138,7 @@ def main() -> None:
         run.log(ddp.mean(loss), grad_norm=grad_norm)
         if settings.eval_every and (step + 1) % settings.eval_every == 0:
             with run.aside():
-                run.note(validation_loss=validation_loss(pipe, stages, validation, settings, mesh))
+                run.note(**figures(validation_loss(pipe, stages, validation, settings, mesh), bytes_a_token))
     if settings.exact:
         run.say(f"weights {weights_sha256(stages)}")
     if run.stopped:
@@ -138,17 +148,23 @@ def main() -> None:
 
     loss = validation_loss(pipe, stages, validation, settings, mesh)
     stages.eval()
-    run.end(validation_loss=loss)
+    run.end(**figures(loss, bytes_a_token))
     run.say(f"validation loss {loss:.3f} nats a token")
-    prompt = validation[: settings.context]
-    can_print = not settings.quiet and (tokenizer is not None or settings.vocab == 256)
-    sample = write(pipe, schedule, prompt, settings, mesh) if can_print and mesh.dp.rank == 0 else prompt
+    prompt = validation[: max(1, settings.context // 2)]  # the rest is room: what is read is kept
+    can_print = not settings.quiet and (tokenizer is not None or is_bytes)
+    sample = write(stages, schedule, prompt, settings) if can_print and mesh.dp.rank == 0 else prompt
     if tokenizer is not None:
-        run.say(f"{loss * len(validation) / tokenizer.num_bytes(validation):.3f} nats a byte")
+        run.say(f"{loss / tokenizer.bytes_a_token(validation):.3f} nats a byte")
         run.say(f"after\n{''.join(tokenizer.decode(prompt))}\nit writes\n{''.join(tokenizer.decode(sample))}")
-    elif settings.vocab == 256:
+    elif is_bytes:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
         run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
+
+
+def figures(loss: float, bytes_a_token: float | None) -> dict[str, float]:
+    """Return what is noted of a validation loss: also by the byte, which compares models of different tokens."""
+    by_byte = {} if bytes_a_token is None else {"validation_nats_per_byte": loss / bytes_a_token}
+    return {"validation_loss": loss} | by_byte
 
 
 def learning_rate(settings: TrainSettings) -> Callable[[int], float]:
@@ -209,24 +225,15 @@ def validation_loss(
     return float(total[0] / total[1])
 
 
-def write(pipe: PipelineExecutor, schedule: Schedule, prompt: Array, settings: TrainSettings, mesh: Mesh) -> Array:
-    """Let the model go on after `prompt`, token by token, for at most `SAMPLE_SECONDS`. Collective over a pipeline."""
-    generator = np.random.Generator(np.random.Philox(key=settings.seed))
-    last_rank = schedule.rank_of(schedule.num_stages(mesh.pp.size) - 1, mesh.pp.size)
-    tokens, end = prompt.tolist(), time.monotonic() + SAMPLE_SECONDS
-    for _ in range(SAMPLE_TOKENS):
-        window = place(np.array([tokens[-settings.context :]]), settings.device)
-        outputs = pipe.predict(window)  # logits (1, T, vocab), on the last stage only
-        token = np.zeros(1, np.int64)
-        if outputs:
-            logits = to_host(outputs[0])[0, -1].astype(np.float64)
-            p = np.exp((logits - logits.max()) / SAMPLE_TEMPERATURE)
-            token[0] = generator.choice(len(p), p=p / p.sum()) if time.monotonic() < end else NO_MORE
-        mesh.pp.broadcast(token, root=last_rank).wait()
-        if token[0] == NO_MORE:
+def write(stages: LocalStages, schedule: Schedule, prompt: Array, settings: TrainSettings) -> Array:
+    """Let the model go on after `prompt`, for at most `SAMPLE_SECONDS`. Collective over a pipeline."""
+    sampling = Sampling(SAMPLE_TEMPERATURE, seed=settings.seed)
+    tokens, end = [], time.monotonic() + SAMPLE_SECONDS
+    for token in islice(generate(stages, schedule, prompt, context=settings.context, sampling=sampling), SAMPLE_TOKENS):
+        tokens.append(token)
+        if stages.comm.broadcast_object(time.monotonic() > end):
             break
-        tokens.append(int(token[0]))
-    return np.array(tokens[len(prompt) :])
+    return np.array(tokens)
 
 
 def as_text(tokens: Array) -> str:

@@ -100,7 +100,10 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("GPU arrays need CuPy: pip install cupy-cuda12x (or cupy-cuda13x)") from error
+        raise ModuleNotFoundError(
+            "GPU arrays need CuPy: pip install cupy-cuda12x (or cupy-cuda13x), or with all that a GPU wants "
+            "pip install '.[cuda12]' (or cuda13) in the project's folder"
+        ) from error
     return module
 
 

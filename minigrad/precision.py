@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.extras import needs
 from minigrad.flat import FlatBuffer
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter
@@ -44,7 +45,7 @@ def dtype_of(precision: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from error
+        raise ModuleNotFoundError(needs("bfloat16", "ml_dtypes", "bfloat16")) from error
     return np.dtype(ml_dtypes.bfloat16)
 
 

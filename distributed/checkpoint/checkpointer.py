@@ -52,6 +52,7 @@ from minigrad.parameter import Parameter
 
 T = TypeVar("T")
 
+OPTIMIZER = "optimizer/"  # before the names of its state
 _SHOWN_FAULTS = 5
 
 
@@ -84,6 +85,8 @@ class Checkpointer:
         folder: made if it is not there. One run at a time saves in it.
         comm: all ranks of the run, whatever part of the model each holds.
         model: tensors are told apart by name: the same name on two ranks is the same tensor.
+        optimizer: of the model; None loads the model alone, to evaluate it or to let it write: then nothing is
+            written in the folder, and only `load` can be called.
         keep_last: how many checkpoints stay; others are removed once a newer one is complete.
     Raises:
         ValueError: a tensor has no name, or two have the same; a file cannot hold its dtype; the optimizer updates what
@@ -92,7 +95,13 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: str | Path, comm: Communicator, model: HasTensors, optimizer: Optimizer, *, keep_last: int = 3
+        self,
+        folder: str | Path,
+        comm: Communicator,
+        model: HasTensors,
+        optimizer: Optimizer | None,
+        *,
+        keep_last: int = 3,
     ) -> None:
         self.folder = Path(folder)
         self._comm = comm.duplicate()
@@ -104,13 +113,14 @@ class Checkpointer:
         self._saved_here: dict[str, str] = {}  # the tensor's name -> that
         for name, stored in self._plan.items():
             for part in stored.parts:
-                if part.rank == self._comm.rank:
+                if part.rank == self._comm.rank and optimizer is not None:
                     key = self._saved_here[name] = stored.key(name, part)
                     shape = (part.stop - part.start,) if stored.slices else stored.shape
                     self._copies[key] = np.empty(shape, stored.dtype)
         self._saving: Saving | None = None
         self._knows_folder = False  # until what is in it was loaded, or there was nothing
-        self._check_folder()
+        if optimizer is not None:
+            self._check_folder()
 
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Save in the background: on return this rank's part is copied, and training may go on. Collective.
@@ -126,8 +136,11 @@ class Checkpointer:
                 fail. The same message on every rank.
             TypeError: state holds what JSON cannot say, such as infinity; the same message on every rank.
             ValueError: step is negative, or ranks are not at the same step; the same message on every rank.
-            RuntimeError: the folder holds a run that was not loaded: saving would replace it.
+            RuntimeError: the folder holds a run that was not loaded: saving would replace it. Or there is no optimizer,
+                and nobody could go on from what was saved.
         """
+        if self._optimizer is None:
+            raise RuntimeError("a Checkpointer without an optimizer loads only: nobody could go on from what it saved")
         said, failure = _as_json(state or {})
         failure = first_failure(self._comm, failure)
         if failure is not None:
@@ -204,14 +217,20 @@ class Checkpointer:
 
     def _held(self) -> dict[str, TensorSlice]:
         """Return all that this rank has to save, by the name that it has in a checkpoint."""
-        masters = dict(self._optimizer.master_slices())
+        optimizer = self._optimizer
+        masters = dict(optimizer.master_slices()) if optimizer is not None else {}
         held = {}
         for tensor in self._tensors:
-            if isinstance(tensor, Buffer) or not self._optimizer.has_master(tensor):
+            if isinstance(tensor, Buffer) or optimizer is None or not optimizer.has_master(tensor):
                 held[_name(tensor)] = TensorSlice.whole(tensor.data)
             elif tensor in masters:
                 held[_name(tensor)] = masters[tensor]
-        return held | {f"optimizer/{name}": part for name, part in self._optimizer.state_slices()}
+        return held | self._state()
+
+    def _state(self) -> dict[str, TensorSlice]:
+        """Return likewise what there is here of the optimizer's state."""
+        slices = self._optimizer.state_slices() if self._optimizer is not None else ()
+        return {OPTIMIZER + name: part for name, part in slices}
 
     def _agree(self) -> dict[str, Stored]:
         """Agree on what there is and on who saves it."""
@@ -236,7 +255,7 @@ class Checkpointer:
             if str(held.array.dtype) not in DTYPES:
                 return f"a checkpoint holds numbers of {', '.join(sorted(DTYPES))}, {name} is {held.array.dtype}"
         own = set(self._tensors)
-        for p in self._optimizer.params:
+        for p in self._optimizer.params if self._optimizer is not None else ():
             if p not in own:
                 return f"the optimizer must update parameters of the model, {p.label} is not among them"
         return None
@@ -264,7 +283,7 @@ class Checkpointer:
         try:
             manifest = read_manifest(checkpoint)
             self._check_model(manifest)
-            state = {f"optimizer/{name}": part for name, part in self._optimizer.state_slices()}
+            state = self._state()
             slices = {name: (part.start, part.stop) for name, part in state.items() if part.array.shape != part.shape}
             values = read_tensors(checkpoint, manifest, [*map(_name, self._tensors), *state], slices)
             wrong = not_finite(_weights(values))
@@ -276,7 +295,12 @@ class Checkpointer:
 
     def _check_model(self, manifest: Manifest) -> None:
         """Check that a checkpoint is of this model and this kind of optimizer."""
-        saved, own = manifest.tensors, self._plan
+        own = self._plan
+        saved = {
+            name: stored
+            for name, stored in manifest.tensors.items()
+            if self._optimizer is not None or not name.startswith(OPTIMIZER)
+        }
         faults = [f"it lacks {name}" for name in own if name not in saved]
         faults += [f"it has {name}" for name in saved if name not in own]
         faults += [
@@ -291,11 +315,13 @@ class Checkpointer:
     def _fill(self, manifest: Manifest, values: Mapping[str, Array]) -> None:
         for tensor in self._tensors:
             tensor.data = _beside(tensor.data, values[_name(tensor)])
+        if self._optimizer is None:
+            return
         for p, held in self._optimizer.master_slices():
             master = values[_name(p)].reshape(-1)[held.start : held.stop]
             held.array[...] = _beside(held.array, master.reshape(held.array.shape))
-        for name, held in self._optimizer.state_slices():
-            held.array[...] = _beside(held.array, values[f"optimizer/{name}"].reshape(held.array.shape))
+        for name, held in self._state().items():
+            held.array[...] = _beside(held.array, values[name].reshape(held.array.shape))
         self._optimizer.num_steps = manifest.num_updates
 
     def _of_rank_0(self, make: Callable[[], T]) -> T:

@@ -2,9 +2,10 @@
 
     python -m distributed.data.tokenizer TEXT FOLDER --vocab 4096
 
-writes FOLDER/tokenizer.json, and the text's tokens as FOLDER/tokens.npy: `--text FOLDER/tokens.npy` of the examples.
-The `tokenizers` library does the work, and is loaded when it is first needed. Any tokenizer.json will do for reading,
-GPT-2's too.
+trains it, and writes FOLDER/tokenizer.json and the text's tokens as FOLDER/tokens.npy: `--text FOLDER/tokens.npy` of
+the examples. With `--tokenizer FILE` the tokens are those of a tokenizer that there is, such as GPT-2's, to fine-tune
+its model. The `tokenizers` library does the work, and is loaded when it is first needed. Any tokenizer.json will do for
+reading.
 
 Source: Sennrich et al. 2016 (BPE); Radford et al. 2019 (over bytes).
 """
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from distributed.data.token_files import Tokens, read_tokens, write_tokens
+from minigrad.extras import needs
 from minigrad.files import atomic_write
 
 TOKENIZER, TOKENS = "tokenizer.json", "tokens.npy"
@@ -66,10 +68,10 @@ class Tokenizer:
         if pending:
             yield self._tokenizer.decode(pending, skip_special_tokens=False)
 
-    def num_bytes(self, tokens: Tokens) -> int:
-        """Return how long the text of tokens is: losses of different tokenizers compare by the byte."""
+    def bytes_a_token(self, tokens: Tokens) -> float:
+        """Return how long the text of a token is on average: losses of different tokenizers compare by the byte."""
         lengths = [len(self._tokenizer.id_to_token(i) or "") for i in range(self.vocab_size)]  # a sign is a byte
-        return int(np.bincount(tokens, minlength=len(lengths)) @ np.array(lengths))
+        return float(np.bincount(tokens, minlength=len(lengths)) @ np.array(lengths)) / len(tokens)
 
 
 def train(text: str | Path, folder: str | Path, *, vocab_size: int) -> Tokenizer:
@@ -79,15 +81,9 @@ def train(text: str | Path, folder: str | Path, *, vocab_size: int) -> Tokenizer
         ValueError: the text cannot be read or is not UTF-8, or vocab_size is below the 256 bytes or above uint16.
     """
     library = _library()
+    lines = _lines(text)
     if not 256 <= vocab_size <= 2**16:
         raise ValueError(f"a tokenizer has from 256 tokens, the bytes, to 65536, got {vocab_size}")
-    raw = read_tokens(text)
-    if raw.dtype != np.uint8:
-        raise ValueError(f"a tokenizer is trained on text, and {text} holds tokens")
-    try:
-        lines = raw.tobytes().decode().splitlines(keepends=True)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"a tokenizer is trained on text in UTF-8, and {text} is not: {error}") from error
     new = library.Tokenizer(library.models.BPE())
     new.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     new.decoder = library.decoders.ByteLevel()
@@ -98,6 +94,35 @@ def train(text: str | Path, folder: str | Path, *, vocab_size: int) -> Tokenizer
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / TOKENIZER) as unfinished:
         new.save(str(unfinished))
+    return _write_tokens(lines, folder)
+
+
+def use(tokenizer: str | Path, text: str | Path, folder: str | Path) -> Tokenizer:
+    """Write a text's tokens by a tokenizer that there is, and beside them a copy of it.
+
+    Raises:
+        ValueError: as `train`, or the file is none of a tokenizer.
+    """
+    lines, data = _lines(text), Path(tokenizer).read_bytes()
+    Tokenizer(tokenizer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / TOKENIZER) as unfinished:
+        unfinished.write_bytes(data)
+    return _write_tokens(lines, folder)
+
+
+def _lines(text: str | Path) -> list[str]:
+    raw = read_tokens(text)
+    if raw.dtype != np.uint8:
+        raise ValueError(f"a tokenizer takes text, and {text} holds tokens")
+    try:
+        return raw.tobytes().decode().splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a tokenizer takes text in UTF-8, and {text} is not: {error}") from error
+
+
+def _write_tokens(lines: Sequence[str], folder: Path) -> Tokenizer:
     tokenizer = Tokenizer(folder / TOKENIZER)
     parts = (tokenizer.encode("".join(lines[i : i + _LINES])) for i in range(0, len(lines), _LINES))
     write_tokens(folder / TOKENS, parts, vocab_size=tokenizer.vocab_size)
@@ -106,13 +131,19 @@ def train(text: str | Path, folder: str | Path, *, vocab_size: int) -> Tokenizer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser("python -m distributed.data.tokenizer", description="Train a tokenizer.")
+    parser = argparse.ArgumentParser(
+        "python -m distributed.data.tokenizer", description="Turn a text into tokens, by a tokenizer trained on it."
+    )
     parser.add_argument("text", help="a file or a folder of files, in UTF-8")
     parser.add_argument("folder", help="for tokenizer.json and tokens.npy")
     parser.add_argument("--vocab", type=int, default=4096, metavar="N", help="number of tokens (default: 4096)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use, in place of a new one")
     args = parser.parse_args(argv)
     try:
-        tokenizer = train(args.text, args.folder, vocab_size=args.vocab)
+        if args.tokenizer is None:
+            tokenizer = train(args.text, args.folder, vocab_size=args.vocab)
+        else:
+            tokenizer = use(args.tokenizer, args.text, args.folder)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2
@@ -128,7 +159,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError as error:
-        raise ValueError("tokenizers are a library's: pip install tokenizers") from error
+        raise ValueError(needs("a tokenizer", "tokenizers", "text")) from error
     return tokenizers
 
 

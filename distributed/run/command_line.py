@@ -63,7 +63,7 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
     where: Path | None = None
     try:
         source, run = find_run(given.get("run"), given.get("resume"))
-        saved = read_saved(source, kind) if source is not None else {}
+        saved = read_saved(source, kind) if source is not None else kind.inherited(given)
         where = source
         for f in fields(kind):
             if f.metadata["fixed"] and f.name in saved and given.get(f.name, saved[f.name]) != saved[f.name]:
@@ -73,7 +73,7 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
                 )
         settings = kind(**(saved | {"run": run} | given))
         check(settings, launcher_size() or world().size)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         fail(f"{error} (flags that are not given are as in {where})" if where is not None else str(error))
     return settings
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from minigrad.extras import needs
 from minigrad.files import atomic_write
 from minigrad.json_files import parse_json
 
@@ -83,7 +84,7 @@ def draw_plots(folder: str | PathLike[str], *, loss_unit: str = "nats a byte") -
         ValueError: see read_metrics.
     """
     if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib")
+        raise ModuleNotFoundError(needs("a plot", "matplotlib", "draw"))
     folder = Path(folder)
     return [_draw(plot, folder) for plot in plots(read_metrics(folder / "metrics.jsonl"), loss_unit)]
 

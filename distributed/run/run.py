@@ -23,6 +23,7 @@ from distributed.run.folder import RunFolder
 from distributed.run.plots import speed_text, totals
 from distributed.run.progress import Progress
 from distributed.run.settings import RunSettings
+from distributed.run.trackers import Trackers
 from distributed.stop import StopRequest
 from distributed.trace.perfetto import Event
 from distributed.trace.recorder import Recorder
@@ -78,6 +79,7 @@ class Run:
         self._events: list[Event] = []  # of the step that was recorded
         self._start_line = describe(comm, device=device)
         self._files: RunFolder  # on rank 0 alone
+        self._trackers: Trackers | None = None  # likewise
         self.folder = self._on_rank_0(self._open)
         self.say(self._start_line)
 
@@ -221,6 +223,7 @@ class Run:
             summary["skipped_steps"] = num_skipped
             words += f"; {num_skipped} skipped, as their gradients were not finite"
         self._files.write_summary(summary | figures)
+        self._track({"step": lines[-1]["step"]} | figures)
         return words
 
     def _layout(self) -> dict[str, int]:
@@ -273,6 +276,7 @@ class Run:
         before = self.folder if resume in (None, "auto") else Path(resume).parent.parent
         settings = to_save(self.settings) | {"start": self._start_line}
         self._files.begin(settings, before / METRICS, first, goes_on=first < self.settings.steps)
+        self._trackers = Trackers(self.settings, self.folder, first, settings)
 
     def _measure(self, seconds: float, waited: float) -> dict[str, Any]:
         """Return the line of the step that has ended."""
@@ -292,7 +296,12 @@ class Run:
             self._files.write_metrics(line)
         except OSError as error:
             return _said(error)
+        self._track(line)
         return None
+
+    def _track(self, line: dict[str, Any]) -> None:
+        for fault in self._trackers.write(line) if self._trackers is not None else []:
+            self.warn(fault)
 
     def _draw(self) -> None:
         if self._comm.rank == 0:
@@ -301,6 +310,8 @@ class Run:
 
     def _close(self) -> None:
         if self._comm.rank == 0:
+            for fault in self._trackers.close() if self._trackers is not None else []:
+                self.warn(fault)
             self._files.close()
 
     def _on_rank_0(self, make: Callable[[], Any]) -> Any:

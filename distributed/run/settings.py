@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 from distributed.run.flags import COUNT, POSITIVE, Bounds, Rule, flag
+from minigrad.extras import needs
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,33 @@ class RunSettings:
         once=True,
     )
     quiet: bool = flag(False, "say nothing but warnings and errors", once=True)
+    tensorboard: bool = flag(
+        False, "write the metrics into tensorboard/ of the run's folder too; needs tensorboardX", once=True
+    )
+    wandb: str | None = flag(
+        None, "project of Weights & Biases that gets the metrics too; needs wandb", "PROJECT", once=True
+    )
+
+    @classmethod
+    def inherited(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a new run takes over from elsewhere where a flag is not given, by field.
+
+        Args:
+            given: fields whose flags are.
+        Raises:
+            ValueError, OSError: it cannot be read, or a flag says something else.
+        """
+        return {}
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         """Yield what must hold between flags on so many ranks; a rule may rely on those before it."""
-        yield from ()
+        asked = {
+            "--progress bar": (self.progress == "bar", "tqdm", "examples"),
+            "--tensorboard": (self.tensorboard, "tensorboardX", "tensorboard"),
+            "--wandb": (self.wandb is not None, "wandb", "wandb"),
+        }
+        for wanted, (is_asked, package, extra) in asked.items():
+            yield not is_asked or find_spec(package) is not None, needs(wanted, package, extra)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minigrad import no_grad
+from minigrad.extras import needs
 from minigrad.nn import Module
 
 NUM_VALIDATION = 360
@@ -33,7 +34,7 @@ def load_digits() -> tuple[Digits, Digits]:
     try:
         from sklearn import datasets
     except ModuleNotFoundError as error:
-        raise ValueError(f"the digits come with scikit-learn, so install that first: {error}") from error
+        raise ValueError(needs("this script, whose digits come with it,", "scikit-learn", "examples")) from error
     x, y = datasets.load_digits(return_X_y=True)
     order = np.argsort(np.random.Philox(key=SPLIT_SEED).random_raw(len(y)), kind="stable")
     validation, train = order[:NUM_VALIDATION], order[NUM_VALIDATION:]

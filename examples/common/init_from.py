@@ -5,29 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed.checkpoint.files import MANIFEST, complete, read_manifest, read_tensors
+from distributed.checkpoint.files import MANIFEST, Manifest, complete, read_manifest, read_tensors
 from minigrad.backend import xp_of
 from minigrad.models import GPTConfig, gpt2
 from minigrad.parameter import Parameter
 
+SIZES = ("layers", "heads", "width", "context", "vocab")  # as the settings call them
+
+
+def sizes_of(folder: str) -> dict[str, int]:
+    """Return the sizes of the model in a folder, by the fields of the settings.
+
+    Raises:
+        ValueError, CheckpointError, OSError: the folder holds no GPT.
+    """
+    where = Path(folder)
+    if (where / gpt2.CONFIG).is_file():
+        config = gpt2.config_of(where)
+        values = (config.num_layers, config.num_heads, config.width, config.context, config.vocab_size)
+        return dict(zip(SIZES, values, strict=True))
+    checkpoint, manifest = _newest(folder)
+    settings = manifest.state.get("settings", {})
+    sizes = {name: settings.get(name) for name in SIZES}
+    if not all(type(size) is int for size in sizes.values()):
+        raise ValueError(f"--init-from must be of a GPT, and {checkpoint} does not say its {', '.join(SIZES)}")
+    return sizes
+
 
 def load_weights(params: Sequence[Parameter], config: GPTConfig, folder: str) -> None:
-    """Copy weights into parameters of a GPT, all or some; nothing is loaded where one does not fit.
+    """Copy weights into parameters of a GPT of these sizes, all or some; nothing is loaded where one does not fit.
 
     Raises:
         ValueError, CheckpointError, OSError: the folder holds no such model.
     """
-    where = Path(folder)
-    if (where / gpt2.CONFIG).is_file():
-        gpt2.load(params, config, where)
+    if (Path(folder) / gpt2.CONFIG).is_file():
+        gpt2.load(params, config, folder)
         return
-    checkpoint = where if (where / MANIFEST).is_file() else next(iter(complete(where / "checkpoints")), None)
-    if checkpoint is None:
-        raise ValueError(f"--init-from must be a run, a checkpoint or GPT-2's files, got {folder}")
-    manifest = read_manifest(checkpoint)
-    heads = manifest.state.get("settings", {}).get("heads", config.num_heads)
-    if heads != config.num_heads:
-        raise ValueError(f"--init-from {folder} has --heads {heads}, got {config.num_heads}")
+    checkpoint, manifest = _newest(folder)
     for p in params:
         stored = manifest.tensors.get(f"parameter/{p.name}")
         if stored is None or tuple(stored.shape) != p.shape:
@@ -36,3 +50,11 @@ def load_weights(params: Sequence[Parameter], config: GPTConfig, folder: str) ->
     values = read_tensors(checkpoint, manifest, [f"parameter/{p.name}" for p in params])
     for p in params:
         p.data = xp_of(p.data).asarray(values[f"parameter/{p.name}"])
+
+
+def _newest(folder: str) -> tuple[Path, Manifest]:
+    where = Path(folder)
+    checkpoint = where if (where / MANIFEST).is_file() else next(iter(complete(where / "checkpoints")), None)
+    if checkpoint is None:
+        raise ValueError(f"--init-from must be a run, a checkpoint or GPT-2's files, got {folder}")
+    return checkpoint, read_manifest(checkpoint)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from common.init_from import sizes_of
 from common.settings import GPTSettings, HybridSettings
 from distributed.data_parallel.compression import LARGEST
-from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Bounds, Rule, flag, other_default
+from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Bounds, Rule, flag, flag_of, other_default
 from distributed.run.settings import RunSettings
 from minigrad.backend import DEVICES
 
@@ -28,8 +30,21 @@ class FineTuningSettings(RunSettings):
     """Settings of fine-tuning."""
 
     init_from: str | None = flag(
-        None, "weights to begin with: of a run, a checkpoint, or GPT-2's files, of the same sizes", "FOLDER", once=True
+        None,
+        "weights to begin with, and with them --layers, --heads, --width, --context and --vocab: of a run, a "
+        "checkpoint, or GPT-2's files",
+        "FOLDER",
+        once=True,
     )
+
+    @classmethod
+    def inherited(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        folder = given.get("init_from")
+        sizes = sizes_of(folder) if folder is not None else {}
+        for name, size in sizes.items():
+            if given.get(name, size) != size:
+                raise ValueError(f"{flag_of(name)} is {size} in --init-from {folder}, got {given[name]}")
+        return super().inherited(given) | sizes
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
@@ -169,6 +184,10 @@ class DeviceSettings(GPTSettings):
         "float32",
         "of what layers compute; weights, gradients and checkpoints stay float32",
         choices=("float32", "bfloat16"),
+    )
+
+    recompute: bool = flag(
+        False, "blocks keep nothing for the backward but their input, and run again there: less memory, more time"
     )
 
     def rules(self, world_size: int) -> Iterator[Rule]:

@@ -7,7 +7,7 @@ on the window is read anew for every token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 
 from minigrad.backend import Array, to_host, xp_of
 from minigrad.mode import no_grad
-from minigrad.models.gpt import GPT
+from minigrad.models.gpt import GPT, GPTEmbedding, GPTHead
 from minigrad.nn import KeyValueCache
+from minigrad.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -90,50 +91,75 @@ def generate(
         ValueError: the prompt is empty.
         IndexError: a token of it is not in the vocabulary.
     """
+    reader = Reader(model.layers, model.config.context)
+    read = reader.read if use_cache else lambda tokens: Reader(model.layers, model.config.context).read(tokens)
+    return go_on(read, prompt, sampling or Sampling())
+
+
+def go_on(read: Callable[[Sequence[int]], Array], prompt: Sequence[int] | Array, sampling: Sampling) -> Iterator[int]:
+    """Yield tokens after `prompt` without end, each drawn from what `read` expects after all before it.
+
+    Args:
+        read: tokens -> logits (vocab_size,), on the host; each call has one token more.
+    Raises:
+        ValueError: the prompt is empty.
+    """
     tokens = [int(token) for token in prompt]
     if not tokens:
         raise ValueError("a prompt needs at least one token, got none")
-    sampling = sampling or Sampling()
-    reader = _Reader(model)
     for number in range(2**63):
-        logits = reader.read(tokens) if use_cache else _Reader(model).read(tokens)
-        token = sampling.choose(logits, number)
+        token = sampling.choose(read(tokens), number)
         yield token
         tokens.append(token)
 
 
-class _Reader:
-    """A model that reads a growing text, with what it has kept of it.
+class Reader:
+    """Layers of a GPT that read a growing text, with what they have kept of it.
 
+    Args:
+        layers: embedding, blocks and head, in order.
+        context: of the model.
     Attributes:
-        caches: one for each block; their memory is 2 * layers * context * width numbers.
+        caches: one for each block; their memory is 2 * blocks * context * width numbers.
     """
 
-    def __init__(self, model: GPT) -> None:
-        layers: list[Any] = model.layers
-        self._model = model
-        self._embed, *self._blocks, self._head = layers
-        self._modules = list(model.modules())  # once: looking for them takes as long as a block
+    def __init__(self, layers: Iterable[Any], context: int) -> None:
+        layers = list(layers)
+        self._layers, self._context = layers, context
+        self._length = 0  # of the text that the caches are of
+        self._blocks = [layer for layer in layers if not isinstance(layer, (GPTEmbedding, GPTHead))]
+        self._modules = [module for layer in layers for module in layer.modules()]  # once: it takes as long as a block
         self.caches: list[KeyValueCache] = []
 
     def read(self, tokens: Sequence[int]) -> Array:
         """Return the logits (vocab_size,), on the host, of what follows `tokens`, which begin as at the last call."""
-        context = self._model.config.context
-        start = self.caches[0].length if self.caches and len(tokens) <= context else 0
+        start = self._length if len(tokens) <= self._context else 0
         if start == 0:
-            self.caches = [KeyValueCache(context) for _ in self._blocks]
-        window = np.asarray([tokens[max(start, len(tokens) - context) :]])
-        window = xp_of(self._embed.position.data).asarray(window)
+            self.caches = [KeyValueCache(self._context) for _ in self._blocks]
+        window = np.asarray([tokens[max(start, len(tokens) - self._context) :]])
         in_training = [module for module in self._modules if module.training]
         for module in in_training:
             module.training = False
         try:
             with no_grad():
-                x = self._embed(window, start)
-                for block, cache in zip(self._blocks, self.caches, strict=True):
-                    x = block(x, cache)
-                logits: Array = self._head(x[:, -1:]).data[0, 0]
+                logits = self._logits(window, start)
         finally:
             for module in in_training:
                 module.training = True
-        return to_host(logits)
+        self._length = len(tokens) if len(tokens) <= self._context else 0
+        return logits
+
+    def through(self, layers: Iterable[Any], x: Any, start: int) -> Tensor:
+        """Return what some of the layers make of `x`: token ids, from `start` on in the text, or activations."""
+        caches = dict(zip(self._blocks, self.caches, strict=True))
+        for layer in layers:
+            if isinstance(layer, GPTEmbedding):
+                x = layer(xp_of(layer.position.data).asarray(x), start)
+            elif isinstance(layer, GPTHead):
+                x = layer(x[:, -1:])
+            else:
+                x = layer(x, caches[layer])
+        return x
+
+    def _logits(self, window: Array, start: int) -> Array:
+        return to_host(self.through(self._layers, window, start).data[0, 0])

@@ -22,6 +22,7 @@ from minigrad.nn import (
     Module,
     MultiHeadAttention,
     ParamGetter,
+    Recomputed,
     Sequential,
     normal,
 )
@@ -116,10 +117,16 @@ class GPTHead(Module):
         return unembed(self.norm(x), self.token)
 
 
-def layers(config: GPTConfig) -> list[tuple[str, LayerFactory]]:
-    """Return the model as (name, factory), "embed", "block0" ... "head"; a factory takes the whole model's getter."""
+def layers(config: GPTConfig, *, recompute: bool = False) -> list[tuple[str, LayerFactory]]:
+    """Return the model as (name, factory), "embed", "block0" ... "head"; a factory takes the whole model's getter.
+
+    Args:
+        recompute: blocks keep nothing for their backward but their input, and run again there.
+    """
 
     def block(name: str) -> LayerFactory:
+        if recompute:
+            return lambda param: Recomputed(GPTBlock(param.at(name), config))
         return lambda param: GPTBlock(param.at(name), config)
 
     names = [f"block{i}" for i in range(config.num_layers)]

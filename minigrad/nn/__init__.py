@@ -9,6 +9,7 @@ from minigrad.nn.key_value_cache import KeyValueCache
 from minigrad.nn.layers import Conv2d, Dropout, Embedding, Linear, MultiHeadAttention
 from minigrad.nn.module import Module, Sequential
 from minigrad.nn.norms import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from minigrad.nn.recomputed import Recomputed
 from minigrad.nn.stateless import (
     GELU,
     AvgPool2d,
@@ -46,6 +47,7 @@ __all__ = [
     "ParamGetter",
     "RMSNorm",
     "ReLU",
+    "Recomputed",
     "Sequential",
     "SiLU",
     "Sigmoid",

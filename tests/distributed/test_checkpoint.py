@@ -11,6 +11,7 @@ import pytest
 from toy_checkpoints import Training, Weights, names
 
 import minigrad as mg
+from distributed import SoloCommunicator
 from distributed.checkpoint import checkpointer as checkpoint
 from distributed.checkpoint import files as checkpoint_files
 from distributed.checkpoint.checkpointer import Checkpointer
@@ -711,3 +712,23 @@ def test_a_folder_that_rank_0_cannot_list_is_an_error_on_all(ranks, folder_of, m
     kind, message = same_everywhere(ranks.run(program))
     assert kind is CheckpointError
     assert message == "[rank 0] PermissionError: [Errno 13] Permission denied: 'checkpoints'"
+
+
+def test_without_an_optimizer_the_model_alone_is_loaded_and_nothing_is_written(tmp_path):
+    folder = tmp_path / "run"
+    Training(SoloCommunicator(), folder).save(2)
+    before = sorted(tmp_path.rglob("*"))
+    model = Weights(0)
+    checkpoints = Checkpointer(folder, SoloCommunicator(), model, None)
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert loaded.step == 2
+    for tensor in [*model.parameters(), *model.buffers()]:
+        np.testing.assert_array_equal(tensor.data, Training.expected(2, tensor.name, tensor.data))
+    with pytest.raises(RuntimeError, match="a Checkpointer without an optimizer loads only"):
+        checkpoints.save(3)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert Checkpointer(tmp_path / "nowhere", SoloCommunicator(), model, None).load() is None
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(CheckpointError, match="it has parameter/own 0"):
+        Checkpointer(folder, SoloCommunicator(), Weights(0, own=mg.Parameter(np.zeros(2), "other")), None).load()

@@ -233,5 +233,7 @@ def test_a_run_without_a_step_has_no_pictures(tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match="plots need matplotlib: pip install matplotlib"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"a plot needs matplotlib: pip install matplotlib, or pip install '.\[draw\]'"
+    ):
         draw_plots(tmp_path)

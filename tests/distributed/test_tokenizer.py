@@ -1,5 +1,7 @@
 """A tokenizer of one's own text: every text comes back, losses compare by the byte, and a run keeps it."""
 
+import json
+import re
 import shlex
 from pathlib import Path
 
@@ -30,12 +32,23 @@ def test_a_text_comes_back_and_so_does_one_that_was_never_seen(folder: Path) -> 
     tokens = read_tokens(folder / "tokens.npy", vocab_size=tokenizer.vocab_size)
     assert "".join(tokenizer.decode(tokens)) == TEXT
     assert len(tokens) < len(TEXT.encode()) / 2
-    assert tokenizer.num_bytes(tokens) == len(TEXT.encode())
+    assert tokenizer.bytes_a_token(tokens) == len(TEXT.encode()) / len(tokens)
     for other in ("zażółć gęślą", "🌵", "\x00\n"):
         pieces = list(tokenizer.decode(tokenizer.encode(other)))
         assert "".join(pieces) == other
         assert all("\ufffd" not in piece for piece in pieces)
     assert Tokenizer.beside(folder.parent) is None
+
+
+def test_a_text_can_have_the_tokens_of_a_tokenizer_that_there_is(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.txt").write_text("two trees\nthe Bäume 🌵\n")
+    command = [str(tmp_path / "new.txt"), str(tmp_path / "new"), "--tokenizer", str(folder / "tokenizer.json")]
+    assert main(command) == 0
+    tokenizer = Tokenizer(folder / "tokenizer.json")
+    assert read_tokens(tmp_path / "new" / "tokens.npy").tolist() == tokenizer.encode("two trees\nthe Bäume 🌵\n")
+    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert main([*command[:-1], str(tmp_path / "new.txt")]) == 2
+    assert main([*command[:-1], str(tmp_path / "nowhere.json")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -70,7 +83,9 @@ def test_a_run_keeps_its_tokenizer_and_writes_text(folder: Path, tmp_path: Path)
     flags = ["--text", str(folder / "tokens.npy"), "--vocab", str(tokenizer.vocab_size), *sizes]
     result = run_job([str(ROOT / "examples" / "train_gpt.py"), *flags], ranks=None, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "nats a byte" in result.stdout
+    (by_byte,) = re.findall(r"^([\d.]+) nats a byte$", result.stdout, re.MULTILINE)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert f"{summary['validation_nats_per_byte']:.3f}" == by_byte
     assert "\nit writes\n" in result.stdout
     command = ["-m", "minigrad.generate", "run", "--prompt", "die Bäume", "--tokens", "5"]
     result = run_job(command, ranks=None, cwd=tmp_path)

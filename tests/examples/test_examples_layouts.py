@@ -5,6 +5,7 @@ Starting a job takes longer than a short run of a tiny model, so one job runs ma
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,10 @@ def test_every_listed_value_of_the_other_flags_runs_to_its_end(tmp_path: Path) -
     listed = listed_values(TrainSettings)
     assert {"progress", "dtype", "device"} <= listed.keys()
     del listed["schedule"]  # above
-    runs = [(flag_of(name), value) for name, values in listed.items() for value in values if value != "cuda"]
-    run_all([f"2 --dp 2 --steps 1 {flag} {value} --run run{flag}-{value}" for flag, value in runs], tmp_path)
-    for flag, value in runs:
-        assert (tmp_path / f"run{flag}-{value}" / "summary.json").exists()
+    runs = [f"{flag_of(name)} {value}" for name, values in listed.items() for value in values if value != "cuda"]
+    switches = [flag_of(f.name) for f in fields(TrainSettings) if f.default is False and f.name != "quiet"]
+    assert {"--exact", "--recompute", "--tensorboard"} <= set(switches)
+    runs += switches
+    run_all([f"2 --dp 2 --steps 1 {run} --run run{run.replace(' ', '-')}" for run in runs], tmp_path)
+    for run in runs:
+        assert (tmp_path / f"run{run.replace(' ', '-')}" / "summary.json").exists()

@@ -69,6 +69,9 @@ def test_each_flag_sets_its_field() -> None:
         "compress",
         "exact",
         "precision",
+        "recompute",
+        "tensorboard",
+        "wandb",
     }
 
 
@@ -143,7 +146,11 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ),
         ({"schedule": "zigzag"}, 1, f"--schedule must be one of {', '.join(SCHEDULES)}, got zigzag"),
         ({"device": "tpu"}, 1, "--device must be one of cpu, cuda, got tpu"),
-        ({"compress": "int4"}, 1, "--compress must be one of none, int8, float8_e4m3fn, float16, bfloat16, got int4"),
+        (
+            {"compress": "int4"},
+            1,
+            "--compress must be one of none, int8, float8_e4m3fn, float16, bfloat16, powersgd, topk, got int4",
+        ),
         ({"compress": "int8", "zero": 1}, 1, "--compress int8 goes with neither --zero nor --exact"),
         ({"precision": "fp8"}, 1, "--precision must be one of float32, bfloat16, got fp8"),
         (

@@ -14,7 +14,9 @@ from safetensors.numpy import load_file
 import train_gpt
 from common.train_gpt_settings import TrainSettings
 from distributed import Communicator, LocalWorld, Mesh
-from pipeline import SCHEDULES
+from minigrad.generate.__main__ import read_model as load_model
+from minigrad.models import GPT, gpt, gpt2
+from pipeline import SCHEDULES, PipelineStage
 
 SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
 TINY = f"{SIZES} --dropout 0.1 --dtype float64 --lr-scale embed=0.5,head=2".split(" ")
@@ -47,7 +49,7 @@ def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> N
 @needs_mpirun
 @pytest.mark.parametrize(
     "layout",
-    ["--dp 2", "--pp 2 --microbatches 3", "--dp 2 --pp 2 --schedule gpipe --microbatches 2"],
+    ["--dp 2", "--pp 2 --microbatches 3 --recompute", "--dp 2 --pp 2 --schedule gpipe --microbatches 2"],
 )
 def test_every_layout_trains_the_same_model(one_process: str, tiny: list[str], layout: str, tmp_path: Path) -> None:
     ranks = 4 if "--dp 2 --pp 2" in layout else 2
@@ -219,18 +221,17 @@ def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(tin
 
 
 def test_a_sample_ends_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pipe:
-        def predict(self, x: np.ndarray) -> list[np.ndarray]:
-            return [np.zeros((1, x.shape[1], 4))]
+    config = gpt.GPTConfig(vocab_size=7, context=4, num_layers=2, num_heads=1, width=4)
 
-    def program(comm: Communicator) -> int:
-        mesh = Mesh(comm, dp=1, pp=1)
-        settings = TrainSettings(context=4)
-        return len(train_gpt.write(Pipe(), SCHEDULES["1f1b"], np.zeros(4, np.int64), settings, mesh))  # type: ignore[arg-type]
+    def program(comm: Communicator) -> list[int]:
+        stages = PipelineStage.of(gpt.layers(config), comm, SCHEDULES["1f1b"])
+        return train_gpt.write(stages, SCHEDULES["1f1b"], np.zeros(2, np.int64), TrainSettings(context=4)).tolist()
 
-    assert LocalWorld(1).run(program) == [train_gpt.SAMPLE_TOKENS]
+    one, other = LocalWorld(2).run(program)
+    assert len(one) == train_gpt.SAMPLE_TOKENS
+    assert one == other
     monkeypatch.setattr(train_gpt, "SAMPLE_SECONDS", -1.0)
-    assert LocalWorld(1).run(program) == [0]
+    assert LocalWorld(2).run(program) == [one[:1]] * 2
 
 
 @needs_mpirun
@@ -246,17 +247,33 @@ def test_a_run_begins_with_another_s_weights_in_any_layout(tiny: list[str], tmp_
         assert result.returncode == 0, result.stderr
         loss = json.loads((tmp_path / name / "summary.json").read_text())["validation_loss"]
         assert loss == pytest.approx(first, rel=1e-9)
-    must_fit = "--init-from first must fit: embed.token.weight is"
+    as_in = " (flags that are not given are as in first)"
     for flags, words in (
-        (["--heads", "1"], "--init-from first has --heads 2, got 1"),
-        (
-            ["--width", "32"],
-            f"{must_fit} (256, 32), and there it has shape (256, 16)",
-        ),
+        (["--heads", "1"], f"--heads is 2 in --init-from first, got 1{as_in}"),
+        (["--width", "32"], f"--width is 16 in --init-from first, got 32{as_in}"),
         (["--init-from", "nowhere"], "--init-from must be a run, a checkpoint or GPT-2's files, got nowhere"),
     ):
         result = run_job([SCRIPT, *tiny, *still, *flags], ranks=None, cwd=tmp_path)
         assert (result.returncode, result.stderr.strip()) == (2, f"train_gpt.py: {words}")
+
+
+@needs_mpirun
+def test_gpt_2_is_fine_tuned_from_hugging_face_s_files_in_a_pipeline(tiny: list[str], tmp_path: Path) -> None:
+    """Its sizes are the folder's, so nobody has to know them."""
+    config = gpt.GPTConfig(vocab_size=256, context=24, num_layers=3, num_heads=2, width=12)
+    model = GPT(config, seed=5)
+    gpt2.save(model.parameters(), config, tmp_path / "gpt2")
+    flags = ["--text", tiny[-1], *shlex.split("--steps 1 --batch 8 --lr 1e-15 --weight-decay 0 --init-from gpt2")]
+    layout = shlex.split("--pp 2 --microbatches 2 --run here")
+    result = run_job(["-m", "mpi4py", SCRIPT, *flags, *layout], ranks=2, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for stored in load_model(tmp_path / "here"), load_model(next((tmp_path / "here" / "checkpoints").glob("step-*"))):
+        assert replace(stored.config, dropout=0.0) == config
+        for ours, theirs in zip(model.parameters(), stored.parameters(), strict=True):
+            np.testing.assert_allclose(ours.data, theirs.data, atol=1e-8)
+    result = run_job([SCRIPT, *flags, "--width", "24"], ranks=None, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("train_gpt.py: --width is 12 in --init-from gpt2, got 24")
 
 
 def test_replicas_share_the_validation_and_each_window_counts_once() -> None:

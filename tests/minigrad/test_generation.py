@@ -12,7 +12,7 @@ from minigrad import Tensor, no_grad, profile
 from minigrad.generate.__main__ import decode, main, until
 from minigrad.kernels import replaced
 from minigrad.models import GPT, GPTConfig
-from minigrad.models.generation import Sampling, _Reader, generate
+from minigrad.models.generation import Reader, Sampling, generate
 from minigrad.nn import KeyValueCache
 from minigrad.optim import SGD, Optimizer
 
@@ -33,7 +33,7 @@ def first(count, tokens):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 1e-6)])
 def test_a_cached_forward_has_the_logits_of_a_plain_one(dtype, tolerance):
     model = model_of(dtype, scale=1.0)
-    reader, tokens = _Reader(model), np.random.default_rng(0).integers(0, 256, 20).tolist()
+    reader, tokens = Reader(model.layers, 12), np.random.default_rng(0).integers(0, 256, 20).tolist()
     model.eval()
     for length in (3, 4, 7, 12, 13, 20):  # several at once too; from 13 on the window is full
         plain = model(np.array([tokens[max(0, length - 12) : length]])).data[0, -1]
@@ -107,7 +107,7 @@ def test_the_model_is_left_in_training_with_nothing_recorded():
 
 
 def test_the_memory_of_the_caches_is_what_the_docs_say():
-    reader = _Reader(model_of(np.float32))
+    reader = Reader(model_of(np.float32).layers, 12)
     reader.read([1, 2])
     assert sum(cache.nbytes for cache in reader.caches) == 2 * 2 * 12 * 16 * 4
 

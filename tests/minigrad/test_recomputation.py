@@ -13,7 +13,7 @@ import pytest
 import minigrad as mg
 from minigrad import rng
 from minigrad.backend import Array
-from minigrad.models import GPT, GPTConfig
+from minigrad.models import GPT, GPTConfig, gpt
 
 CONFIG = GPTConfig(vocab_size=17, context=6, num_layers=3, num_heads=2, width=8, dropout=0.1)
 IDS = np.random.default_rng(0).integers(0, 17, (4, 7))
@@ -51,6 +51,23 @@ def test_gradients_and_hooks_are_those_of_a_plain_call_bit_by_bit(halves: bool) 
     assert log == plain_log
     for name, grad in plain.items():
         np.testing.assert_array_equal(grads[name], grad, err_msg=name)
+
+
+def test_a_gpt_whose_blocks_are_recomputed_trains_the_same_for_less_memory() -> None:
+    config, x = GPTConfig(vocab_size=17, context=64, num_layers=6, num_heads=2, width=32), np.zeros((4, 64), np.int64)
+    grads, kept = [], []
+    for recompute in (False, True):
+        param = mg.nn.ParamGetter(0, np.float64)
+        model = mg.nn.Sequential([make(param) for _, make in gpt.layers(config, recompute=recompute)])
+        tracemalloc.start()
+        loss = mg.cross_entropy(model(x), x)
+        kept.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        mg.backward(loss)
+        grads.append({p.name: p.grad for p in model.parameters()})
+    assert kept[1] < kept[0] / 3
+    for name, grad in grads[0].items():
+        np.testing.assert_array_equal(grads[1][name], grad, err_msg=name)
 
 
 def test_dropout_draws_its_masks_again() -> None:

@@ -92,7 +92,7 @@ RULES = {
         RANKS | TENSORS | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
     ),
     "distributed.data": Rule(
-        {"numpy", "tokenizers", "minigrad.files"}, "distributed.data.batches -> distributed.comm.mpi"
+        {"numpy", "tokenizers", "minigrad.extras", "minigrad.files"}, "distributed.data.batches -> distributed.comm.mpi"
     ),
     "distributed.trace": Rule(RANKS | {"minigrad.hooks"}, "distributed.trace.recorder -> pipeline.schedules.action"),
     # Stages and micro-batches. Schedules are plain Python, at run time too.
@@ -105,7 +105,9 @@ RULES = {
         "pipeline.runtime.stage -> distributed.data_parallel.ddp",
     ),
     # Applications, which put the packages together as a user does.
-    "distributed.run": Rule(EVERYTHING | {"msgspec", "matplotlib", "tqdm"}, "distributed.run.run -> torch"),
+    "distributed.run": Rule(
+        EVERYTHING | {"msgspec", "matplotlib", "tqdm", "tensorboardX", "wandb"}, "distributed.run.run -> torch"
+    ),
     "pipeline": Rule(EVERYTHING, "pipeline.verify -> torch"),
     "pipeline.cli": Rule(EVERYTHING, "pipeline.cli.flags -> matplotlib"),
 }

@@ -21,7 +21,8 @@ def write_png(picture: Picture, path: str | PathLike[str]) -> None:
         from matplotlib.patches import Rectangle
     except ImportError:
         raise RuntimeError(
-            "a PNG needs matplotlib: pip install 'minigrad-distributed[draw]'; an SVG needs nothing"
+            "a PNG needs matplotlib: pip install matplotlib, or pip install '.[draw]' in the project's folder; an SVG "
+            "needs nothing"
         ) from None
     inches = picture.width / 72, picture.height / 72
     figure = Figure(figsize=inches, dpi=72 * _DOTS_PER_POINT, facecolor=PAPER)

@@ -1,0 +1,6 @@
+"""What to say where a package is missing that only some things need: one line, the same everywhere."""
+
+
+def needs(what: str, package: str, extra: str) -> str:
+    """Return what to install, by itself or with all that the project's extra of that name has."""
+    return f"{what} needs {package}: pip install {package}, or pip install '.[{extra}]' in the project's folder"
