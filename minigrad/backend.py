@@ -139,7 +139,10 @@ def synchronize(array: Array) -> None:
 def memory_range(array: Array) -> tuple[int, int]:
     """Return the (first, one past the last) byte address that `array` may touch."""
     if xp_of(array) is np:
-        return np.lib.array_utils.byte_bounds(array)
+        if not array.flags.c_contiguous:
+            return np.lib.array_utils.byte_bounds(array)
+        start: int = array.__array_interface__["data"][0]
+        return start, start + array.nbytes
     pointer = array.data.ptr  # type: ignore[attr-defined]
     return pointer, pointer + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -159,6 +160,15 @@ def _checked(params: Iterable[Parameter]) -> Iterator[Parameter]:
         yield p
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
+def _inside(part: FlatRange, run: Iterable[Parameter]) -> FlatRange:
+    """Return what adjacent parameters have of a range."""
+    params = tuple(run)
+    return FlatRange(part.flat, max(params[0].start, part.start), min(params[-1].stop, part.stop), params)
+
+
 def is_matrix(p: Parameter) -> bool:
     """Return whether a parameter has two or more axes: not so biases, and gains of norms."""
     return p.ndim >= 2
@@ -199,7 +209,7 @@ class Optimizer:
     Args:
         params: distinct parameters in model order; those without an owner get a FlatBuffer.
         rule: SGD, AdamW, Muon, your own `Rule`, or `Groups` of several.
-        decays: which parameters weight decay applies to; by default those with two or more axes.
+        decays: which parameters weight decay applies to; by default those with two or more axes. Asked once.
         max_norm: clip by the norm of all gradients of `params` in each step; None: by nothing. On a GPU this waits for
             nothing, as `clip_by_global_norm` would.
         parts: of the parameters' memory, what this optimizer updates; all of it by default.
@@ -239,6 +249,7 @@ class Optimizer:
         self._pieces = {
             part: [Piece(own, each, each.init(own.data)) for own, each in divided(part, rule)] for part in self._parts
         }
+        self._known_runs: dict[FlatRange, tuple[Any, list[tuple[FlatRange, bool]], list[FlatRange]]] = {}
         self._norm = 0.0
         self._whole_step = self._new_whole_step()
 
@@ -283,12 +294,14 @@ class Optimizer:
             grad = grad.astype(values.dtype)  # added up in a wider one
         for piece, rule, state in self._pieces[part]:
             lr = _at(rule.lr, step)
-            for run, decay in self._runs(piece):
+            runs, changed = self._runs(piece)
+            for run, decay in runs:
                 own = slice(run.start - part.start, run.stop - part.start)
                 of_piece = slice(run.start - piece.start, run.stop - piece.start)
                 own_state = {name: array[of_piece] for name, array in state.items()}
                 rule.update(values[own], grad[own], own_state, lr=lr, step=step, decay=decay)
-                run.note_change("the optimizer")
+            for trainable in changed:
+                trainable.note_change("the optimizer")
 
     def advance(self) -> None:
         """Tell a GPU the numbers of the next step, and count it. `step` does so, unless it is being captured."""
@@ -348,13 +361,19 @@ class Optimizer:
         """Mark all gradients fresh, in place: a bucket may own the memory."""
         zero_grad(self.params)
 
-    def _runs(self, part: FlatRange) -> Iterator[tuple[FlatRange, bool]]:
-        """Cut a range where weight decay begins or ends, and leave frozen parameters out."""
-        for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, self.decays(p))):
-            if trainable:
-                params = tuple(run)
-                start, stop = max(params[0].start, part.start), min(params[-1].stop, part.stop)
-                yield FlatRange(part.flat, start, stop, params), decay
+    def _runs(self, part: FlatRange) -> tuple[list[tuple[FlatRange, bool]], list[FlatRange]]:
+        """Cut a range where weight decay begins or ends, and leave frozen parameters out; return the trainable too."""
+        requires_grad = tuple([p.requires_grad for p in part.params])
+        known = self._known_runs.get(part)
+        if known is None or known[0] != requires_grad:
+            runs = [
+                (_inside(part, run), decay)
+                for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, self.decays(p)))
+                if trainable
+            ]
+            changed = [_inside(part, run) for trainable, run in groupby(part.params, _requires_grad) if trainable]
+            known = self._known_runs[part] = requires_grad, runs, changed
+        return known[1:]
 
 
 habits.teach(Optimizer, habits.OPTIMIZER)

@@ -150,10 +150,12 @@ def _attend_at_once(
     if xp is not np:  # evenly spaced, for one product of all heads of all samples; there is no other order of the loops
         q, k, v = xp.ascontiguousarray(q), xp.ascontiguousarray(k), xp.ascontiguousarray(v)
     kernels, scale = kernels_of(q, k, v), q.shape[-1] ** -0.5
+    turn = xp.ascontiguousarray if xp is np and num_queries > 1 else xp.asarray  # BLAS is faster at small ones then
+    keys = turn(k.swapaxes(-1, -2))
 
     def weights(rows: slice, end: int) -> Array:
         """Return the softmax of these rows' scores with the keys before `end`."""
-        scores = kernels.product(q[..., rows, :], k[..., :end, :].swapaxes(-1, -2))
+        scores = kernels.product(q[..., rows, :], keys[..., :end])
         seen = None if mask is None else mask[..., rows, :end]
         weights: Array = kernels.attention_weights(scores, scale, rows.start if causal else None, seen)
         return weights
@@ -173,13 +175,14 @@ def _attend_at_once(
         if xp is not np:
             g = xp.ascontiguousarray(g)
         in_place = dk.dtype == k.dtype and (xp is np or dk.flags.c_contiguous)
+        values = turn(v.swapaxes(-1, -2))
         dk_sum, dv_sum = (x if in_place else xp.empty(x.shape, k.dtype) for x in (dk, dv))
         for rows, end, kept in reversed(blocks):
             p = weights(rows, end) if kept is None else kept
             add = rows.stop < num_queries  # the last block comes first and reaches every key
             own = g[..., rows, :]
             kernels.product(p.swapaxes(-1, -2), own, dv_sum[..., :end, :], add)
-            dp = kernels.product(own, v[..., :end, :].swapaxes(-1, -2))
+            dp = kernels.product(own, values[..., :end])
             ds = kernels.attention_dscores(dp, p, scale)
             kernels.product(ds, k[..., :end, :], dq[..., rows, :])
             kernels.product(ds.swapaxes(-1, -2), q[..., rows, :], dk_sum[..., :end, :], add)
