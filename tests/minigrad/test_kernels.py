@@ -85,6 +85,7 @@ CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
     "layer_norm": lambda x, m, n: [x(m, n), x(n), x(n), 1e-5],
     "layer_norm_dx": lambda x, m, n: [*norm_args(x, m, n), x(n)],
     "layer_norm_back": lambda x, m, n: [*norm_args(x, m, n), x(n)],
+    "layer_norm_back beside": lambda x, m, n: [*norm_args(x, m, n), x(n), x(m, n)],
     "layer_norm_dgain": norm_args,
     "rms_norm": lambda x, m, n: [x(m, n), x(n), 1e-5],
     "rms_norm_dx": lambda x, m, n: [*norm_args(x, m, n)[:2], norm_args(x, m, n)[3], x(n)],
@@ -115,8 +116,8 @@ def outputs(module: Any, case: str, args: list[Any]) -> list[Array]:
         warnings.simplefilter("ignore", RuntimeWarning)
         result = getattr(module, case.split()[0])(*args)
     in_place = [a for a in args if isinstance(a, np.ndarray)] if result is None else []
-    if case == "layer_norm_back":  # parts of dgain and dbias come only from where one pass gives them
-        g, x, mean, inverse, _ = args
+    if case.startswith("layer_norm_back"):  # parts of dgain and dbias come only from where one pass gives them
+        g, x, mean, inverse, *_ = args
         dx, dgain, dbias = result
         sums = module.layer_norm_dgain(g, x, mean, inverse), g.sum(axis=0)
         result = (dx, *(sums if dgain is None else (dgain.sum(axis=0), dbias.sum(axis=0))))

@@ -46,7 +46,16 @@ def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, A
 
 @compiled(SUMS)
 def _layer_norm_back(
-    g: Array, x: Array, mean: Array, inverse: Array, gain: Array, dx: Array, dgain: Array, dbias: Array
+    g: Array,
+    x: Array,
+    mean: Array,
+    inverse: Array,
+    gain: Array,
+    beside: Array,
+    has_beside: bool,
+    dx: Array,
+    dgain: Array,
+    dbias: Array,
 ) -> None:
     m, n = x.shape
     T = x.dtype.type
@@ -65,6 +74,9 @@ def _layer_norm_back(
         dot *= share
         for j in range(n):
             out[j] = (cotangent[j] * gain[j] - total - (row[j] - middle) * r * dot) * r
+        if has_beside:
+            for j in range(n):
+                out[j] += beside[i, j]
 
 
 def layer_norm_back(
@@ -72,9 +84,9 @@ def layer_norm_back(
 ) -> tuple[Array, Array, Array]:
     n = x.shape[1]
     dx, parts = np.empty(x.shape, x.dtype), np.zeros((2, 1, n), x.dtype)
-    _layer_norm_back(contiguous(g), contiguous(x), mean, inverse, contiguous(gain), dx, parts[0, 0], parts[1, 0])
-    if beside is not None:
-        dx += beside
+    g, x = contiguous(g), contiguous(x)
+    extra = x if beside is None else contiguous(beside)
+    _layer_norm_back(g, x, mean, inverse, contiguous(gain), extra, beside is not None, dx, parts[0, 0], parts[1, 0])
     return dx, parts[0], parts[1]
 
 
