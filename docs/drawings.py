@@ -8,8 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline import SCHEDULES, picture, simulate, svg
+from pipeline.schedules.compare import Work, timeline_of
+from pipeline.schedules.drawing.svg import stacked
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
+COMPARED = "1f1b", "zero_bubble_h1", "zbv", "v_half", "v_min"
 FOLDER = Path(__file__).parent / "img"
 
 
@@ -21,7 +24,13 @@ def drawings() -> dict[str, str]:
         timeline = simulate(schedule.orders(NUM_RANKS, NUM_MICROBATCHES), num_stages=num_stages)
         title = f"{name}: {num_stages} stages on {NUM_RANKS} ranks, {NUM_MICROBATCHES} micro-batches"
         files[f"{name}.svg"] = svg(picture(timeline, title))
-    return files
+    return {**files, "compare.svg": compared()}
+
+
+def compared() -> str:
+    """Draw some schedules against the same time, as `compare --svg` does: messages take a third of a forward."""
+    work = Work(latency=1 / 3)
+    return svg(stacked([(timeline_of(SCHEDULES[n], NUM_RANKS, NUM_MICROBATCHES, work), n) for n in COMPARED]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import BOUNDARIES, MICROBATCHES, RANKS, add_microbatches
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
 from pipeline.schedules.compare import Result, Work, at_size, measure, peaks_of, timeline_of, to_csv, to_json
-from pipeline.schedules.drawing.svg import picture, stacked, svg
+from pipeline.schedules.drawing.svg import stacked, svg
 
 HELP = "compare schedules in one table"
 
@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
     if arguments.svg is not None:
-        longest = max((timeline.makespan for timeline, _ in drawings), default=1.0)
-        drawing = svg(stacked([picture(timeline, title, until=longest) for timeline, title in drawings]))
+        drawing = svg(stacked(drawings))
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
         print(to_json(results))

@@ -5,7 +5,7 @@ import pytest
 from drawn_orders import read
 
 from pipeline import SCHEDULES, Picture, picture, simulate, svg, write_png
-from pipeline.schedules.drawing.svg import IDLE, Box, Words
+from pipeline.schedules.drawing.svg import IDLE, Box, Words, stacked
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -147,3 +147,13 @@ def test_what_is_wider_than_a_page_goes_on_below():
     numbers = [sorted(text for _, text in actions(drawn)) for drawn in (whole, paged)]
     assert set(numbers[0]) == set(numbers[1])
     assert max(box.x + box.width for box in paged.boxes) <= 600
+
+
+def test_stacked_drawings_have_one_scale():
+    """Chunks of half the length had their drawing stretched to twice the width of the others."""
+    whole = simulate(SCHEDULES["1f1b"].orders(2, 2), num_stages=2)
+    halves = simulate(SCHEDULES["zbv"].orders(2, 2), num_stages=4, forward=0.5, backward_input=0.5, backward_weight=0.5)
+    drawn = stacked([(whole, "1f1b"), (halves, "zbv")])
+    rows = [box.width for box in drawn.boxes if box.fill == IDLE and box.width > 100]
+    assert len(rows) == 4
+    assert rows == [pytest.approx(rows[0])] * 4

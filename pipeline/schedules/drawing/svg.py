@@ -86,9 +86,7 @@ def picture(
     words: list[Words] = []
     left = MARGIN + LABEL_WIDTH
     until = max(until or 0.0, timeline.makespan)
-    if scale is None:
-        shortest = min(end - start for row in timeline.rows for _, start, end in row)
-        scale = min(SHORTEST / shortest, WIDEST / until)
+    scale = _scale([timeline], until) if scale is None else scale
     words += [
         Words(MARGIN, MARGIN + 7, title, 15, INK, bold=True),
         Words(MARGIN, MARGIN + 27, _costs(timeline), 11, MUTED),
@@ -104,6 +102,12 @@ def picture(
     bottom = MARGIN + HEAD_HEIGHT + num_bands * (height + BAND_GAP) - BAND_GAP
     legend_right = _add_legend(timeline, left, bottom + LEGEND_HEIGHT / 2, boxes, words)
     return Picture(max(right, legend_right, 560) + MARGIN, bottom + LEGEND_HEIGHT + MARGIN / 2, boxes, words)
+
+
+def _scale(timelines: Sequence[Timeline], until: float) -> float:
+    """Return points per unit of time so that the shortest action of all has room for its number."""
+    shortest = min(end - start for timeline in timelines for row in timeline.rows for _, start, end in row)
+    return min(SHORTEST / shortest, WIDEST / until)
 
 
 def _add_band(
@@ -130,8 +134,11 @@ def _add_band(
                 words.append(Words(x + width / 2, middle, number, 10.5, INK, "middle"))
 
 
-def stacked(pictures: Sequence[Picture]) -> Picture:
-    """Lay pictures out one below the other."""
+def stacked(timelines: Sequence[tuple[Timeline, str]]) -> Picture:
+    """Lay timelines with their titles out one below the other, all against the same time."""
+    until = max((timeline.makespan for timeline, _ in timelines), default=1.0)
+    scale = _scale([timeline for timeline, _ in timelines], until) if timelines else 1.0
+    pictures = [picture(timeline, title, scale=scale, until=until) for timeline, title in timelines]
     boxes: list[Box] = []
     words: list[Words] = []
     top = 0.0
