@@ -8,8 +8,8 @@ mpirun -n 4 python -m mpi4py examples/train_gpt.py --dp 2 --pp 2                
 mpirun -n 2 python -m mpi4py examples/train_gpt.py --dp 2 --zero 2              replicas share out state and gradients
 
 The same flags besides --dp and --pp give the same model, up to rounding, in every layout; with --exact to the last bit,
-where dp * microbatches is the same. A run that was ended, by
-`kill -TERM`, by `kill -9` or by a power cut, goes on with --resume auto, in any layout.
+where dp * microbatches is the same. A run that was ended, by `kill -TERM`, by `kill -9` or by a power cut, goes on with
+--resume auto, in any layout.
 """
 
 import math

@@ -6,6 +6,7 @@ A script sets OPENBLAS_NUM_THREADS before its first import, as NumPy reads it on
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import time
 from argparse import BooleanOptionalAction
@@ -169,6 +170,7 @@ def fail(message: str, *, everywhere: bool = True) -> NoReturn:
 def _parser(kind: type[RunSettings], description: str | None) -> argparse.ArgumentParser:
     """Make a parser that returns only what was given: what was not may come from the run that is resumed."""
     parser = _Parser(
+        usage="%(prog)s [--FLAG VALUE ...]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -178,7 +180,8 @@ def _parser(kind: type[RunSettings], description: str | None) -> argparse.Argume
     for cls in reversed(kind.__mro__):
         added = [name for name in vars(cls).get("__annotations__", {}) if name not in groups]
         if added:
-            title = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+            title = (cls.__doc__ or "").partition("\n")[0].rstrip(".").removeprefix("Settings of ")
+            title = title[:1].upper() + title[1:]
             groups |= dict.fromkeys(added, parser.add_argument_group(title))
     for f in fields(kind):
         group, text = groups[f.name], f.metadata["help"]
@@ -188,8 +191,23 @@ def _parser(kind: type[RunSettings], description: str | None) -> argparse.Argume
         else:
             text += "" if f.default is None else f" (default: {f.default})"
             convert = str if f.default is None else type(f.default)
-            group.add_argument(flag_of(f.name), type=convert, metavar=f.metadata["metavar"] or "N", help=text)
+            group.add_argument(
+                flag_of(f.name), type=_reader(f.name, convert), metavar=f.metadata["metavar"] or "N", help=text
+            )
     return parser
+
+
+def _reader(field_name: str, kind: type) -> Callable[[str], Any]:
+    """Return what reads a flag's value, and says what it must be where it is not."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            what = {int: "an integer", float: "a number"}[kind]
+            fail(f"{flag_of(field_name)} must be {what}, got {text!r}")
+
+    return read
 
 
 class _Parser(argparse.ArgumentParser):
@@ -200,4 +218,7 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        fail(message)
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        known = [option for action in self._actions for option in action.option_strings]
+        close = difflib.get_close_matches(words.split()[0].partition("=")[0], known, 1) if unknown else []
+        fail(message + (f"; is it {close[0]}?" if close else ""))

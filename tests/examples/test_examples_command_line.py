@@ -41,8 +41,8 @@ def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedPr
     ("arguments", "line"),
     [
         ("--dp 3", "dp * pp must equal the number of ranks, got dp=3, pp=1 and 2 ranks"),
-        ("--dp 2 --steps many", "argument --steps: invalid int value: 'many'"),
-        ("--dp 2 --step 3", "unrecognized arguments: --step 3"),
+        ("--dp 2 --steps many", "--steps must be an integer, got 'many'"),
+        ("--dp 2 --step 3", "unrecognized arguments: --step 3; is it --steps?"),
     ],
 )
 def test_wrong_command_line_is_one_line_from_one_rank(arguments: str, line: str) -> None:
@@ -207,7 +207,7 @@ HUGE = "1" + "0" * 30
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--vocab 1e11", "argument --vocab: invalid int value: '1e11'"),
+        ("--vocab 1e11", "--vocab must be an integer, got '1e11'"),
         (f"--dp 2 --vocab {HUGE}", f"--vocab must be at most 2147483647, got {HUGE}"),
         (f"--dp 2 --steps {HUGE}", f"--steps must be at most 2147483647, got {HUGE}"),
         ("--pp 2 --microbatches 2000000000 --batch 2000000000", "--microbatches must be at most 16384, got 2000000000"),

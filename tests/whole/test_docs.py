@@ -147,7 +147,6 @@ def small(script: str) -> str:
     killed = re.search(r"--run (\S+) &$", script, flags=re.MULTILINE)
     if killed is None:
         return script
-    script = re.sub(r"sleep 8", f"until test -s {killed[1]}/checkpoints/latest; do sleep 0.1; done", script)
     five_more = f"$(($(wc -l < {killed[1]}/metrics.jsonl) + 5))"
     return re.sub(r"--resume auto$", f"--resume auto --steps {five_more}", script, flags=re.MULTILINE)
 
