@@ -65,8 +65,12 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,speed,text,examples,draw,notebooks,docs]"
 	@touch $@
 
+# Ranks that may die have a launcher of their own.
+HEALS = $(findstring --heal,$(subst --heal none,,$(ARGS)))
+TRAIN = $(if $(HEALS),$(PY) -m distributed.recovery -n $(RANKS),$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(STREAM) $(PY) -m mpi4py)
+
 train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags
-	$(CTRL_C)$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(STREAM) $(PY) -m mpi4py examples/train_gpt.py --device $(DEVICE) $(BAR) $(ARGS)
+	$(CTRL_C)$(TRAIN) examples/train_gpt.py --device $(DEVICE) $(BAR) $(ARGS)
 
 recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of the processes that it names; needs MPI=openmpi
 	$(PY) -m distributed.recovery -n $(RANKS) examples/gpt_recovery.py $(if $(findstring --dp,$(ARGS)),,$(ARGS))

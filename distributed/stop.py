@@ -33,6 +33,10 @@ class StopRequest:
         self._requested = False
         self._before: dict[signal.Signals, Any] = {}
 
+    def rebind(self, comm: Communicator) -> None:
+        """Agree with the ranks of another communicator from now on. Collective over them."""
+        self._comm = comm.duplicate()
+
     def request(self) -> None:
         """Ask as a signal does."""
         self._requested = True

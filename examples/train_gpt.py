@@ -6,6 +6,7 @@ mpirun -n 2 python -m mpi4py examples/train_gpt.py --dp 2                       
 mpirun -n 2 python -m mpi4py examples/train_gpt.py --pp 2 --schedule 1f1b       one pipeline of two stages
 mpirun -n 4 python -m mpi4py examples/train_gpt.py --dp 2 --pp 2                two pipelines
 mpirun -n 2 python -m mpi4py examples/train_gpt.py --dp 2 --zero 2              replicas share out state and gradients
+python -m distributed.recovery -n 2 examples/train_gpt.py --dp 2 --heal replace     whose ranks may be killed
 
 The same flags besides --dp and --pp give the same model, up to rounding, in every layout; with --exact to the last bit,
 where dp * microbatches is the same. A run that was ended, by `kill -TERM`, by `kill -9` or by a power cut, goes on with
@@ -26,7 +27,7 @@ import numpy as np
 from common.init_from import load_weights
 from common.text import load_tokens, split, trigram_nats
 from common.train_gpt_settings import TrainSettings
-from distributed import DistributedDataParallel, Mesh, local_rank, weights_sha256, world
+from distributed import Communicator, DistributedDataParallel, Mesh, local_rank, weights_sha256, world
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data.tokenizer import TOKENIZER, Tokenizer
 from distributed.data_parallel.comm_hooks import allreduce
@@ -34,6 +35,7 @@ from distributed.data_parallel.compression import ErrorFeedback
 from distributed.data_parallel.feedback import FeedbackHook, WithState
 from distributed.data_parallel.low_rank import PowerSGD
 from distributed.data_parallel.top_k import TopK
+from distributed.recovery import Heal
 from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, use_gpu
@@ -46,7 +48,7 @@ from minigrad.param_groups import Group, Groups
 from minigrad.parameter import Parameter
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
-from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 from pipeline.generation import generate
 
 MUON_RATE = 6.0
@@ -61,16 +63,13 @@ def main() -> None:
     train, validation = split(tokens, context=settings.context, num_windows=settings.num_microbatches)
     if settings.device == "cuda":
         use_gpu(local_rank())
-    comm = world()
-    mesh = Mesh(comm, dp=settings.dp, pp=settings.pp)
+    comm = world(survive=settings.heal != "none")
     run = Run(settings, comm, samples="tokens", size=settings.context, device=settings.device, loss_unit="nats a token")
     is_bytes = settings.vocab == 256
     tokenizer = Tokenizer.beside(settings.text) if settings.text is not None and not is_bytes else None
     if tokenizer is not None:
         run.keep(Path(settings.text or "").parent / TOKENIZER)
-
     bytes_a_token = tokenizer.bytes_a_token(validation) if tokenizer is not None else 1.0 if is_bytes else None
-
     config = gpt.GPTConfig(
         vocab_size=settings.vocab,
         context=settings.context,
@@ -79,80 +78,49 @@ def main() -> None:
         width=settings.width,
         dropout=settings.dropout,
     )
-    schedule = SCHEDULES[settings.schedule]
-    stages = PipelineStage.of(
-        gpt.layers(config, recompute=settings.recompute),
-        mesh.pp,
-        schedule,
-        seed=settings.seed,
-        dtype=settings.dtype,
-        device=settings.device,
-    )
-    if settings.init_from is not None:
-        load_weights(stages.parameters(), config, settings.init_from)
-    pipe = PipelineExecutor(
-        stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
-    )
-    rule = rule_of(settings)
-    hook = comm_hook_of(settings)
-    ddp = DistributedDataParallel(
-        stages,
-        mesh.dp,
-        bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
-        comm_hook=hook or allreduce,
-        zero=settings.zero,
-        whole=is_hidden_matrix if settings.optimizer == "muon" else None,
-        sums="exact" if settings.exact else "plain",
-        check_every=settings.check_every,
-        recorder=pipe.recorder,
-    )
-    pipe.check_deadlock_free(ddp)
-    if settings.precision != "float32":
-        use_precision(stages.parameters(), settings.precision)
-    optimizer = ddp.optimizer(rule)
-    if hook is not None:
-        hook.attach(ddp.buckets)
-    batches = TokenBatches(
-        train,
-        batch_size=settings.batch,
-        context=settings.context,
-        seed=settings.seed,
-        rank=mesh.dp.rank,
-        size=mesh.dp.size,
-    )
     guard = StepGuard()
 
-    for step in run.steps(stages if hook is None else WithState(stages, hook), optimizer, batches):
-        x, y = (place(part, settings.device) for part in batches.next())
-        optimizer.zero_grad()
-        hooks = ddp.hooks(num_samples=len(x))
-        with (
-            run.recorded(pipe, step),
-            rng.scope(seed=settings.seed, step=step, first_sample=ddp.first_sample),
-        ):
-            loss = pipe.step(x, y, hooks=hooks)
-            ddp.wait()
-        grad_norm = ddp.clip_by_global_norm(settings.clip or math.inf)
-        if guard.allows(grad_norm):  # the same number on every rank
-            optimizer.step()
-        run.log(ddp.mean(loss), grad_norm=grad_norm)
-        if settings.eval_every and (step + 1) % settings.eval_every == 0:
-            with run.aside():
-                run.note(**figures(validation_loss(pipe, stages, validation, settings, mesh), bytes_a_token))
-    if settings.exact:
-        run.say(f"weights {weights_sha256(stages)}")
+    attempts = run.attempts(
+        lambda ranks: Training(settings, config, train, ranks),
+        heal=Heal.REPLACE if settings.heal == "none" else Heal(settings.heal),
+        num_spares=settings.spares,
+        buddy_every=settings.buddy_every,
+        usable=None if settings.heal in ("none", "replace") else lambda size: math.prod(settings.layout(size)[:2]),
+    )
+    for attempt in attempts:
+        with attempt as training:
+            ddp, pipe = training.ddp, training.pipe
+            x, y = (place(part, settings.device) for part in training.data.next())
+            training.optimizer.zero_grad()
+            hooks = ddp.hooks(num_samples=len(x))
+            with (
+                run.recorded(pipe, attempt.step),
+                rng.scope(seed=settings.seed, step=attempt.step, first_sample=ddp.first_sample),
+            ):
+                loss = pipe.step(x, y, hooks=hooks)
+                ddp.wait()
+            grad_norm = ddp.clip_by_global_norm(settings.clip or math.inf)
+            # Whether it is allowed is the same on every rank, as the number is.
+            attempt.commit(ddp.mean(loss), take=guard.allows(grad_norm), grad_norm=grad_norm)
+            if settings.eval_every and (attempt.step + 1) % settings.eval_every == 0:
+                with run.aside():
+                    run.note(**figures(training.validation_loss(validation), bytes_a_token))
+    training = run.training
+    if training is not None and settings.exact:
+        run.say(f"weights {weights_sha256(training.stages)}")
     if run.stopped:
         return
+    hook = training.hook
     if hook is not None:
         run.say(f"a rank sent {hook.sent_bytes:,} bytes of gradients, {hook.plain_bytes:,} without --compress")
 
-    loss = validation_loss(pipe, stages, validation, settings, mesh)
-    stages.eval()
+    loss = training.validation_loss(validation)
+    training.stages.eval()
     run.end(**figures(loss, bytes_a_token))
     run.say(f"validation loss {loss:.3f} nats a token")
     prompt = validation[: max(1, settings.context // 2)]  # the rest is room: what is read is kept
     can_print = not settings.quiet and (tokenizer is not None or is_bytes)
-    sample = write(stages, schedule, prompt, settings) if can_print and mesh.dp.rank == 0 else prompt
+    sample = training.write(prompt) if can_print and training.mesh.dp.rank == 0 else prompt
     if tokenizer is not None:
         run.say(f"{loss / tokenizer.bytes_a_token(validation):.3f} nats a byte")
         run.say(f"after\n{''.join(tokenizer.decode(prompt))}\nit writes\n{''.join(tokenizer.decode(sample))}")
@@ -165,6 +133,82 @@ def figures(loss: float, bytes_a_token: float | None) -> dict[str, float]:
     """Return what is noted of a validation loss: also by the byte, which compares models of different tokens."""
     by_byte = {} if bytes_a_token is None else {"validation_nats_per_byte": loss / bytes_a_token}
     return {"validation_loss": loss} | by_byte
+
+
+class Training:
+    """What is made for the ranks that there are: of all of them, or of those that are left. Collective."""
+
+    def __init__(self, settings: TrainSettings, config: gpt.GPTConfig, tokens: Array, comm: Communicator) -> None:
+        dp, pp, num_microbatches = settings.layout(comm.size)
+        self.settings = settings
+        self.mesh = Mesh(comm, dp=dp, pp=pp)
+        self.schedule = SCHEDULES[settings.schedule]
+        self.stages = PipelineStage.of(
+            gpt.layers(config, recompute=settings.recompute),
+            self.mesh.pp,
+            self.schedule,
+            seed=settings.seed,
+            dtype=settings.dtype,
+            device=settings.device,
+        )
+        if settings.init_from is not None:
+            load_weights(self.stages.parameters(), config, settings.init_from)
+        self.pipe = PipelineExecutor(
+            self.stages, self.mesh.pp, self.schedule, num_microbatches=num_microbatches, loss_fn=cross_entropy
+        )
+        rule = rule_of(settings)
+        self.hook = comm_hook_of(settings)
+        self.ddp = DistributedDataParallel(
+            self.stages,
+            self.mesh.dp,
+            bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
+            comm_hook=self.hook or allreduce,
+            zero=settings.zero,
+            whole=is_hidden_matrix if settings.optimizer == "muon" else None,
+            sums="exact" if settings.exact else "plain",
+            check_every=settings.check_every,
+            recorder=self.pipe.recorder,
+        )
+        self.pipe.check_deadlock_free(self.ddp)
+        if settings.precision != "float32":
+            use_precision(self.stages.parameters(), settings.precision)
+        self.optimizer = self.ddp.optimizer(rule)
+        if self.hook is not None:
+            self.hook.attach(self.ddp.buckets)
+        self.model = self.stages if self.hook is None else WithState(self.stages, self.hook)
+        self.data = TokenBatches(
+            tokens,
+            batch_size=settings.batch,
+            context=settings.context,
+            seed=settings.seed,
+            rank=self.mesh.dp.rank,
+            size=self.mesh.dp.size,
+        )
+
+    def validation_loss(self, tokens: Array) -> float:
+        """Return the mean loss over all windows of `tokens`, without dropout. Collective."""
+        settings, mesh = self.settings, self.mesh
+        self.stages.eval()
+        total = np.zeros(2)  # summed loss, number of windows
+        batch_size = settings.batch // mesh.dp.size  # as in training, at least a window for each micro-batch
+        for x, y in validation_batches(
+            tokens, batch_size=batch_size, context=settings.context, rank=mesh.dp.rank, size=mesh.dp.size
+        ):
+            total += len(x) * self.pipe.evaluate(place(x, settings.device), place(y, settings.device)), len(x)
+        mesh.dp.allreduce(total).wait()
+        self.stages.train()
+        return float(total[0] / total[1])
+
+    def write(self, prompt: Array) -> Array:
+        """Let the model go on after `prompt`, for at most `SAMPLE_SECONDS`. Collective over a pipeline."""
+        sampling = Sampling(SAMPLE_TEMPERATURE, seed=self.settings.seed)
+        tokens, end = [], time.monotonic() + SAMPLE_SECONDS
+        written = generate(self.stages, self.schedule, prompt, context=self.settings.context, sampling=sampling)
+        for token in islice(written, SAMPLE_TOKENS):
+            tokens.append(token)
+            if self.stages.comm.broadcast_object(time.monotonic() > end):
+                break
+        return np.array(tokens)
 
 
 def learning_rate(settings: TrainSettings) -> Callable[[int], float]:
@@ -207,33 +251,6 @@ def comm_hook_of(settings: TrainSettings) -> FeedbackHook | None:
             return TopK()
         case dtype:
             return ErrorFeedback(dtype)
-
-
-def validation_loss(
-    pipe: PipelineExecutor, stages: LocalStages, tokens: Array, settings: TrainSettings, mesh: Mesh
-) -> float:
-    """Return the mean loss over all windows of `tokens`, without dropout. Collective."""
-    stages.eval()
-    total = np.zeros(2)  # summed loss, number of windows
-    batch_size = settings.batch // mesh.dp.size  # as in training, at least a window for each micro-batch
-    for x, y in validation_batches(
-        tokens, batch_size=batch_size, context=settings.context, rank=mesh.dp.rank, size=mesh.dp.size
-    ):
-        total += len(x) * pipe.evaluate(place(x, settings.device), place(y, settings.device)), len(x)
-    mesh.dp.allreduce(total).wait()
-    stages.train()
-    return float(total[0] / total[1])
-
-
-def write(stages: LocalStages, schedule: Schedule, prompt: Array, settings: TrainSettings) -> Array:
-    """Let the model go on after `prompt`, for at most `SAMPLE_SECONDS`. Collective over a pipeline."""
-    sampling = Sampling(SAMPLE_TEMPERATURE, seed=settings.seed)
-    tokens, end = [], time.monotonic() + SAMPLE_SECONDS
-    for token in islice(generate(stages, schedule, prompt, context=settings.context, sampling=sampling), SAMPLE_TOKENS):
-        tokens.append(token)
-        if stages.comm.broadcast_object(time.monotonic() > end):
-            break
-    return np.array(tokens)
 
 
 def as_text(tokens: Array) -> str:

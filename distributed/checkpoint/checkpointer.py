@@ -181,6 +181,12 @@ class Checkpointer:
             saving.cancel()
             raise CheckpointError(error)
 
+    def abandon(self) -> None:
+        """Give up the save that is under way, where ranks have died that took part in it. Not collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.cancel()
+
     def load(self, path: str | Path | None = None) -> Checkpoint | None:
         """Load into the model and the optimizer, all or nothing. Collective.
 

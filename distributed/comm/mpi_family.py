@@ -43,9 +43,9 @@ STUCK_SECONDS = 20.0  # to start new ranks and meet them takes 1 to 2, on a busy
 _LOOK_SECONDS = 0.05
 _NAP_SECONDS = 1e-3
 _LEAVE_SECONDS = 1.0  # for the last to hear that all have come
-_NEWCOMER = "MINIGRAD_NEWCOMER"
+NEWCOMER = "MINIGRAD_NEWCOMER"
 # An error in MPI_Init, whose other side is dead, must not end the whole job.
-_NEWCOMERS_ENVIRONMENT = (f"{_NEWCOMER}=1", "OMPI_MCA_mpi_initial_errhandler=mpi_errors_return")
+_NEWCOMERS_ENVIRONMENT = (f"{NEWCOMER}=1", "OMPI_MCA_mpi_initial_errhandler=mpi_errors_return")
 _WELCOME = 1  # the tag of what the old ranks send to a new one when they have agreed on it
 _SWITCH = "OMPI_MCA_mpi_ft_enable"  # what --with-ft ulfm sets for every rank
 
@@ -280,7 +280,7 @@ def starting() -> Iterator[None]:
     folder = job_folder()
     if folder is not None:
         die_with_parent()
-    if os.environ.pop(_NEWCOMER, None) is None:  # not for processes that this one starts
+    if os.environ.pop(NEWCOMER, None) is None:  # not for processes that this one starts
         yield
         return
     if folder is not None:

@@ -4,6 +4,7 @@
     left     a file: a rank of it came to its end, without which exit code 0 means nothing: mpirun's is 0 where all die
     ended    a file: all ranks came to their end; what is in it is the exit status of those that ended in an error
     lost     a line on stderr: this world cannot be healed from inside, so start the job again
+    run      a file: the folder in which a training run keeps what it leaves, where the job that follows goes on
     steps    a file: how many steps are done, as 8 bytes, which tells a job that gets on from one that does not
 
 Under any other launcher there is no such folder, and nothing is told. This file knows no MPI.
@@ -23,10 +24,13 @@ from typing import NoReturn
 FOLDER = "MINIGRAD_JOB_FOLDER"
 """The environment variable that names the folder of a job, in memory, which the launcher makes and removes."""
 
+RUN = "MINIGRAD_RUN"
+"""The environment variable that names the folder of the run of the job before, which was lost."""
+
 LOST = "minigrad-job-lost: "
 """What a line of stderr begins with that tells the launcher to start the job again, and why."""
 
-_BEGUN, _LEFT, _ENDED = "begun", "left", "ended"
+_BEGUN, _LEFT, _ENDED, _RUN = "begun", "left", "ended", "run"
 NEWCOMERS = "newcomers"
 """A folder with a file for each process that is being started, whose name is its number."""
 _GIVEN_UP_SECONDS = 5.0  # for the launcher to end a job that it was told is lost
@@ -56,6 +60,23 @@ def note_leaving() -> None:
     folder = job_folder()
     if folder is not None:
         (folder / _LEFT).touch()
+
+
+def note_run(path: Path) -> None:
+    """Note the folder that a training run has of its own."""
+    folder = job_folder()
+    if folder is not None:
+        (folder / _RUN).write_text(str(path))
+
+
+def read_run(folder: Path | None) -> str | None:
+    """Return the folder of the run that was noted; None where there was none."""
+    if folder is None:
+        return None
+    try:
+        return (folder / _RUN).read_text()
+    except FileNotFoundError:
+        return None
 
 
 def nobody_left(folder: Path) -> bool:

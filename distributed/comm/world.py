@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.mpi_family import starting
+from distributed.comm.mpi_family import NEWCOMER, starting
 from distributed.comm.outcome import note_end
 from distributed.comm.settings import Settings
 from distributed.comm.solo import SoloCommunicator
@@ -160,6 +160,11 @@ def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
     if not launched_by_mpi(environ):
         return 1
     return next((int(environ[variable]) for variable in _SIZE_VARIABLES if variable in environ), None)
+
+
+def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process takes the place of a rank that died, before MPI has started."""
+    return NEWCOMER in environ
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:

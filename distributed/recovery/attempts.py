@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -323,27 +323,27 @@ class _Loop(Generic[T]):
 
     def _fetch(self, training: T | None) -> tuple[int, str]:
         """Fill a new training with the run's state; return its step and where it came from. Collective over all."""
-        wanted = {} if training is None else arrays_of(training)
         for source, mine in (("a living rank", self._mine()), ("a buddy's copy", self._copied())):
-            found = self._take_from(mine, training, wanted)
+            found = self._take_from(mine, training)
             if found is not None:
                 return found, source
         left = self._left_behind()
         steps = {step for row in self.world.gather_objects(list(left)) for step in row}
         for step in sorted(steps, reverse=True):
-            found = self._take_from(left.get(step), training, wanted)
+            found = self._take_from(left.get(step), training)
             if found is not None:
                 return found, "the job before"
         if self._restore is not None:
             return 0 if training is None else self._restore(training), "the restore function"
         return 0, "the beginning"
 
-    def _take_from(self, mine: Snapshot | None, training: T | None, wanted: Mapping[str, Array]) -> int | None:
+    def _take_from(self, mine: Snapshot | None, training: T | None) -> int | None:
         """Fill a training from snapshots of one moment; return its step, or None if they have not all of it."""
         heads = [head for head in self.world.gather_objects(None if mine is None else mine[:3]) if head is not None]
         if not heads:
             return None
         try:
+            wanted = {} if training is None else arrays_of(training)
             hand_over(self.world, {} if mine is None else mine.arrays, wanted)
         except MissingError:
             return None

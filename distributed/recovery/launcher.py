@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from distributed.comm.outcome import FOLDER, die_with_parent, forget, nobody_left, read_end
+from distributed.comm.outcome import FOLDER, RUN, die_with_parent, forget, nobody_left, read_end, read_run
 from distributed.recovery.rescue import LOST_AT, begin_steps, read_steps
 from distributed.recovery.stderr_filter import pass_on
 
@@ -79,7 +79,8 @@ class Launcher:
                     self._say(f"{what}, and {MOST_TRIES} times before without a step between: it is given up")
                     return GIVEN_UP
                 self._say(f"{what}: all ranks start again")
-                started = {LOST_AT: str(time.time())}
+                run = read_run(folder)
+                started = {LOST_AT: str(time.time())} | ({RUN: run} if run is not None else {})
                 forget(folder)
 
     def _run_once(self, variables: dict[str, str]) -> int:

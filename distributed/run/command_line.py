@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 import time
 from argparse import BooleanOptionalAction
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest
-from distributed.comm.world import exit_together, launcher_rank, launcher_size, world
+from distributed.comm.outcome import RUN, job_folder, read_run
+from distributed.comm.world import exit_together, is_newcomer, launched_by_mpi, launcher_rank, launcher_size, world
 from distributed.run.flags import check, flag_of
 from distributed.run.settings import RunSettings
 from minigrad.json_files import as_kind, parse_json
@@ -61,9 +63,13 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
     A run that is resumed has the settings that it was started with, but for those that are given anew.
     """
     given = vars(_parser(kind, description).parse_args(argv))
+    if RUN in os.environ and launched_by_mpi():  # the launcher has started this job again, after it was lost
+        given |= {"run": os.environ[RUN], "resume": "auto"}
+    # A newcomer has the settings of those that it joins, which do not resume.
+    joined = read_run(job_folder()) if is_newcomer() else None
     where: Path | None = None
     try:
-        source, run = find_run(given.get("run"), given.get("resume"))
+        source, run = find_run(joined or given.get("run"), "auto" if joined else given.get("resume"))
         saved = read_saved(source, kind) if source is not None else kind.inherited(given)
         where = source
         for f in fields(kind):
@@ -72,8 +78,9 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
                     f"{flag_of(f.name)} cannot change when a run is resumed: "
                     f"it was {saved[f.name]}, got {given[f.name]}"
                 )
-        settings = kind(**(saved | {"run": run} | given))
-        check(settings, launcher_size() or world().size)
+        settings = kind(**(saved | given | {"run": run}))
+        if not is_newcomer():  # whose launcher counts newcomers; those before it have checked the same settings
+            check(settings, launcher_size() or world().size)
     except (ValueError, OSError, CheckpointError) as error:
         fail(f"{error} (flags that are not given are as in {where})" if where is not None else str(error))
     return settings

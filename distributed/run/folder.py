@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,8 @@ from pipeline.schedules.measured import events as events_of
 from pipeline.schedules.measured import is_of_schedule, predict, timeline
 
 PID = "pid"
+PATIENCE_SECONDS = 5.0
+POLL_SECONDS = 0.02
 # What flock says where there are no locks: Lustre mounted without them, NFS without its daemon (524 is Linux's own).
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524}
 
@@ -42,6 +45,7 @@ class RunFolder:
 
     Args:
         path: None makes a new folder in runs/.
+        patient: wait a moment for a process that is dying to let go of it.
     Attributes:
         path: of the folder.
         close: lets other processes in; a folder in which no run has begun goes.
@@ -50,7 +54,7 @@ class RunFolder:
         ValueError: another process runs there, or it cannot be made or written to.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, *, patient: bool = False) -> None:
         self.warning: str | None = None
         self.path = Path(path) if path is not None else RUNS / f"{script_name()}-{datetime.now():%Y%m%d-%H%M%S}"
         try:
@@ -59,7 +63,7 @@ class RunFolder:
                 self.path = _make_new(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / PID, os.O_RDWR | os.O_CREAT, 0o666)
-            self._take_lock(lock)
+            self._take_lock(lock, PATIENCE_SECONDS if patient else 0.0)
             (self.path / PID).write_text(f"{os.getpid()}\n")
             self.close = weakref.finalize(self, _leave, self.path, lock, made)
         except OSError as error:
@@ -67,10 +71,13 @@ class RunFolder:
                 f"--run must be a folder that can be written to, got {self.path}: {error.strerror}"
             ) from error
 
-    def _take_lock(self, lock: int) -> None:
+    def _take_lock(self, lock: int, seconds: float) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however that ends
         except BlockingIOError:
+            if seconds > 0:
+                time.sleep(POLL_SECONDS)
+                return self._take_lock(lock, seconds - POLL_SECONDS)
             os.close(lock)
             pid = (self.path / PID).read_text().strip()
             raise ValueError(f"{self.path} is being run by process {pid}: end that first") from None
@@ -94,14 +101,26 @@ class RunFolder:
         """Return the checkpoint that would be gone on from."""
         return next(iter(complete(self.path / CHECKPOINTS)), None)
 
-    def begin(self, settings: dict[str, Any], metrics_before: Path, first: int, *, goes_on: bool) -> None:
+    def begin(
+        self,
+        settings: dict[str, Any],
+        metrics_before: Path,
+        first: int,
+        *,
+        goes_on: bool,
+        last: dict[str, Any] | None = None,
+    ) -> None:
         """Write the settings, and the metrics up to the step `first`, from which on `write_metrics` adds to them.
 
+        Args:
+            last: the line of the step before, for the case that who was to write it has died over it.
         Raises:
             OSError, ValueError: a file cannot be written, or the metrics from before not be read.
         """
         known = first > 0 and metrics_before.exists()
         kept = [line for line in read_metrics(metrics_before) if line["step"] < first] if known else []
+        if last is not None and last["step"] == first - 1 and not (kept and kept[-1]["step"] == first - 1):
+            kept.append(last)
         with atomic_write(self.path / METRICS) as unfinished:
             unfinished.write_text("".join(to_json(line) + "\n" for line in kept))
         with atomic_write(self.path / SETTINGS_FILE) as unfinished:

@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from distributed import Communicator, ReduceOp, describe, launched_by_mpi
+from distributed import Communicator, ReduceOp, SoloCommunicator, describe, launched_by_mpi
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from distributed.comm.failure import Heal
+from distributed.comm.outcome import note_run
 from distributed.protocols import HasState, HasTensors
+from distributed.recovery.attempts import Recovery
+from distributed.recovery.state import Training
+from distributed.run.attempts import AttemptLoop, RunAttempt
 from distributed.run.command_line import CHECKPOINTS, METRICS, Saved, fail, to_save
 from distributed.run.flags import flag_of
 from distributed.run.folder import RunFolder
@@ -29,6 +34,8 @@ from distributed.trace.perfetto import Event
 from distributed.trace.recorder import Recorder
 from minigrad.json_files import as_kind
 from minigrad.optim import Optimizer
+
+T = TypeVar("T", bound=Training)
 
 
 class HasRecorder(Protocol):
@@ -54,7 +61,10 @@ class Run:
         device: for the start line.
         loss_unit: for its plot.
     Attributes:
+        comm: all ranks, or of a run that loses some those that train.
         folder: of this run.
+        line: of metrics, of the step under way.
+        training: what the last attempt was made for; None before there was one.
         stopped: whether there is nothing to sum up: a signal ended it before its last step, or it was done before.
     """
 
@@ -70,31 +80,37 @@ class Run:
     ) -> None:
         self.settings = settings
         self.stopped = False
-        self._comm = comm
+        self.comm = comm
+        self.training: Any = None  # of the last attempt
+        self._device = device
         self._samples = samples
         self._samples_per_step = settings.batch * size
         self._loss_unit = loss_unit
-        self._line: dict[str, Any] = {}  # of the step under way
+        self.line: dict[str, Any] = {}  # of the step under way
         self._aside = (0.0, 0.0)  # seconds that are not of this step, and of these in waits
         self._events: list[Event] = []  # of the step that was recorded
-        self._start_line = describe(comm, device=device)
+        self._start_line = ""
         self._files: RunFolder  # on rank 0 alone
         self._trackers: Trackers | None = None  # likewise
-        self.folder = self._on_rank_0(self._open)
-        self.say(self._start_line)
+        self.folder = Path()
+        if not comm.is_newcomer:  # the others are in the midst of the run
+            self._start_line = describe(comm, device=device)
+            self.folder = self._on_rank_0(self._open)
+            self.say(self._start_line)
 
     def say(self, words: str) -> None:
         """Print on rank 0, unless the run is quiet."""
-        if self._comm.rank == 0 and not self.settings.quiet:
+        if self.comm.rank == 0 and not self.settings.quiet:
             print(words, flush=True)
 
     def keep(self, path: str | Path) -> None:
         """Copy a small file into the run's folder: what whoever reads its checkpoints needs, such as a tokenizer."""
-        self._on_rank_0(lambda: self._files.keep(Path(path)))
+        if self._start_line:  # a newcomer finds it there
+            self._on_rank_0(lambda: self._files.keep(Path(path)))
 
     def warn(self, words: str) -> None:
         """Print on rank 0's stderr, also where the run is quiet."""
-        if self._comm.rank == 0:
+        if self.comm.rank == 0:
             print(words, file=sys.stderr, flush=True)
 
     def steps(self, model: HasTensors, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
@@ -102,53 +118,169 @@ class Run:
         settings = self.settings
         try:
             folder = self.folder / CHECKPOINTS
-            checkpoints = Checkpointer(folder, self._comm, model, optimizer, keep_last=settings.keep)
-            first = self._go_on(checkpoints, batches, optimizer)
+            checkpoints = Checkpointer(folder, self.comm, model, optimizer, keep_last=settings.keep)
+            first = self._go_on(checkpoints, batches, optimizer, self.settings.resume)
             if first == settings.steps and self._on_rank_0(lambda: self._files.is_finished()):
                 self.stopped = True
                 self._close()
                 return
             self._on_rank_0(lambda: self._begin(first))
         except (CheckpointError, ValueError) as error:  # the same on every rank
-            self._close()
-            fail(str(error))
+            self._fail(error, None)
         try:
             yield from self._steps(first, checkpoints, optimizer, batches)
         except (CheckpointError, ValueError) as error:  # the same on every rank
-            with suppress(CheckpointError):
-                checkpoints.wait()
-            last = self._on_rank_0(lambda: self._files.last_checkpoint())
-            self._close()
-            fail(f"{error}; " + ("nothing was saved" if last is None else f"the last checkpoint is {last}"))
+            self._fail(error, checkpoints)
 
-    def _steps(self, first: int, checkpoints: Checkpointer, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
-        settings = self.settings
+    def attempts(
+        self,
+        build: Callable[[Communicator], T],
+        *,
+        heal: Heal = Heal.REPLACE,
+        num_spares: int = 0,
+        buddy_every: int = 0,
+        usable: Callable[[int], int] | None = None,
+    ) -> Iterator[RunAttempt[T]]:
+        """Yield attempts at the steps that are still to be done, as `recovering` does, whoever dies; see `attempts.py`.
+
+        Args:
+            build: makes model, optimizer, data and whatever a step needs, for the ranks that train.
+            heal, num_spares, buddy_every, usable: see `recovering`.
+        """
+        with StopRequest(SoloCommunicator()) as stop:
+            loop = AttemptLoop(self, build, stop)
+            how = {"heal": heal, "num_spares": num_spares, "buddy_every": buddy_every, "usable": usable}
+            try:
+                yield from loop.attempts(**how)
+            except (CheckpointError, ValueError) as error:  # the same on every rank
+                self._fail(error, None if loop.parts is None else loop.parts.checkpoints)
+            finally:
+                loop.close()
+        if self.stopped:
+            self._end_early(loop.num_done)
+        self.stopped |= self.training is None  # a spare, or a run that was done before
+
+    def enter(self, comm: Communicator) -> None:
+        """Go on with these ranks, of which some may be new. Collective."""
+        if comm is self.comm and self._start_line:
+            return
+        known = comm.gather_objects(self.folder if self._start_line else None)
+        self.comm = comm
+        self._start_line = describe(comm, device=self._device)
+        self.folder = next(path for path in known if path is not None)
+        if comm.rank == 0 and not hasattr(self, "_files"):
+            self._files = RunFolder(str(self.folder), patient=True)
+
+    def load(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer, *, again: bool) -> int:
+        """Load what is to be resumed, or if this happens again the newest checkpoint; return the first step to do."""
+        resume = self.settings.resume
+        if again and self._on_rank_0(lambda: self._files.last_checkpoint() is not None):
+            resume = "auto"
+        return self._go_on(checkpoints, batches, optimizer, resume)
+
+    def is_done(self, first: int) -> bool:
+        """Return whether there is nothing to do, and end then. Collective."""
+        if first < self.settings.steps or not self._on_rank_0(lambda: self._files.is_finished()):
+            return False
+        self.stopped, self.training = False, None
+        self._close()
+        return True
+
+    def begin_metrics(self, first: int, line: dict[str, Any] | None, *, at_start: bool) -> None:
+        """Let the metrics go on at a step; `line` is that of the step before, if there was one, and may be missing."""
+        if at_start:
+            self._on_rank_0(lambda: self._begin(first))
+            self._say_how_to_end()
+        elif self.comm.rank == 0:
+            settings = self._settings_to_save()
+            self._files.begin(settings, self.folder / METRICS, first, goes_on=True, last=line)
+            if self._trackers is None:  # this rank was not rank 0 before
+                self._trackers = Trackers(self.settings, self.folder, first, settings)
+
+    def begin_line(self, step: int, learning_rate: float, *, is_first: bool) -> None:
+        """Begin the line of a step."""
+        self.line, self._aside = {"step": step, "learning_rate": learning_rate}, (0.0, 0.0)
+        if is_first:
+            self.line |= self._layout()
+
+    def mean_wait(self, waited: float) -> float | None:
+        """Return how long a rank waited for others in this step, on average; None where there are none. Collective."""
+        if self.comm.size == 1:
+            return None
+        return float(self.comm.allreduce(np.array([waited - self._aside[1]]), op=ReduceOp.MEAN).wait()[0])
+
+    def line_of(self, seconds: float, waited: float | None) -> dict[str, Any]:
+        """Return the line of the step that has ended."""
+        if "loss" not in self.line:
+            raise RuntimeError("every step logs its loss: call run.log(loss) before the end of the loop's body")
+        seconds -= self._aside[0]
+        self.line |= {"seconds": seconds, self._speed: self._samples_per_step / seconds}
+        if waited is not None:
+            self.line["exposed_comm_seconds"] = waited
+        return self.line
+
+    def check_loss(self) -> None:
+        """Raise ValueError where the step that has ended leads nowhere."""
+        if not math.isfinite(self.line["loss"]):
+            step = self.line["step"]
+            raise ValueError(f"the loss of step {step} is {self.line['loss']}, and what follows would be too")
+
+    def words(self, num_steps: int, seconds: float) -> str:
+        """Return what a progress bar says after so many steps."""
+        speed = num_steps * self._samples_per_step / seconds
+        return f"loss {self.line['loss']:.3f}, {speed:,.0f} {self._samples}/s"
+
+    def tell(self, recovery: Recovery) -> None:
+        """Say how ranks were lost and what became of it."""
+        redone = f", {recovery.num_redone} steps are done again" if recovery.num_redone else ""
+        ranks = f"{recovery.num_ranks} rank" + "s" * (recovery.num_ranks > 1)
+        self.warn(
+            f"healed in {recovery.seconds:.1f} s: {ranks} go on at step {recovery.step}, from {recovery.source}{redone}"
+        )
+
+    def _fail(self, error: Exception, checkpoints: Checkpointer | None) -> NoReturn:
+        """End the run with one line; the error is the same on every rank."""
+        if checkpoints is None:
+            self._close()
+            fail(str(error))
+        with suppress(CheckpointError):
+            checkpoints.wait()
+        last = self._on_rank_0(lambda: self._files.last_checkpoint())
+        self._close()
+        fail(f"{error}; " + ("nothing was saved" if last is None else f"the last checkpoint is {last}"))
+
+    def _end_early(self, done: int) -> None:
+        self._draw()
+        self._close()
+        self.say(f"stopped after step {done} as asked; to go on: --resume auto --run {self.folder}")
+
+    def _say_how_to_end(self) -> None:
         kill = f"kill -TERM {os.getpid()}"
         # Open MPI's mpirun kills its ranks a moment after a Ctrl-C.
         way = kill if launched_by_mpi() else f"Ctrl-C, or {kill},"
         self.say(f"{self.folder}: {way} saves and ends this run")
-        look = settings.progress if self._comm.rank == 0 and not settings.quiet else "none"
-        with StopRequest(self._comm) as stop, Progress(first, settings.steps, look=look) as progress:
+
+    def _steps(self, first: int, checkpoints: Checkpointer, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
+        settings = self.settings
+        self._say_how_to_end()
+        look = settings.progress if self.comm.rank == 0 and not settings.quiet else "none"
+        with StopRequest(self.comm) as stop, Progress(first, settings.steps, look=look) as progress:
             seconds = 0.0
             for step in range(first, settings.steps):
-                start, waited = time.perf_counter(), self._comm.waited_seconds
-                self._line, self._aside = {"step": step, "learning_rate": optimizer.lr}, (0.0, 0.0)
-                if step == first:
-                    self._line |= self._layout()
+                start, waited = time.perf_counter(), self.comm.waited_seconds
+                self.begin_line(step, optimizer.lr, is_first=step == first)
                 yield step
-                seconds_of_step = time.perf_counter() - start - self._aside[0]
-                line = self._measure(seconds_of_step, self._comm.waited_seconds - waited - self._aside[1])
-                if not math.isfinite(line["loss"]):
-                    raise ValueError(f"the loss of step {step} is {line['loss']}, and what follows would be too")
-                fault = self._write(line)
+                seconds_of_step = time.perf_counter() - start
+                line = self.line_of(seconds_of_step, self.mean_wait(self.comm.waited_seconds - waited))
+                self.check_loss()
+                fault = self.write_line()
                 if fault is not None:
                     stop.request()
                 done = step + 1
                 seconds += line["seconds"]
-                speed = (done - first) * self._samples_per_step / seconds
-                progress.update(f"loss {line['loss']:.3f}, {speed:,.0f} {self._samples}/s")
+                progress.update(self.words(done - first, seconds))
                 asked = stop.agreed()
-                if asked and (fault := self._comm.broadcast_object(fault)) is not None:
+                if asked and (fault := self.comm.broadcast_object(fault)) is not None:
                     raise ValueError(fault)
                 self.stopped = asked and done < settings.steps
                 if self.stopped or done == settings.steps or done % settings.save_every == 0:
@@ -157,9 +289,7 @@ class Run:
                     break
             checkpoints.wait()
         if self.stopped:
-            self._draw()
-            self._close()
-            self.say(f"stopped after step {done} as asked; to go on: --resume auto --run {self.folder}")
+            self._end_early(done)
 
     def log(self, loss: float, **more: float) -> None:
         """Note what this step did. Every step logs a loss; `more` goes into its line of metrics as it is.
@@ -170,16 +300,16 @@ class Run:
 
     def note(self, **values: float) -> None:
         """Add to this step's line of metrics; a `validation_loss` is a point in loss.png."""
-        self._line |= {name: float(value) for name, value in values.items()}
+        self.line |= {name: float(value) for name, value in values.items()}
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Leave what runs inside out of this step's time, such as an evaluation."""
-        start, waited = time.perf_counter(), self._comm.waited_seconds
+        start, waited = time.perf_counter(), self.comm.waited_seconds
         yield
         self._aside = (
             self._aside[0] + time.perf_counter() - start,
-            self._aside[1] + self._comm.waited_seconds - waited,
+            self._aside[1] + self.comm.waited_seconds - waited,
         )
 
     @contextmanager
@@ -194,7 +324,7 @@ class Run:
             return
         with whose.recorder:
             yield
-        self._events = whose.recorder.gather(self._comm)
+        self._events = whose.recorder.gather(self.comm)
 
     def end(self, **figures: float) -> None:
         """Sum the run up on the screen and in `summary.json`, with `figures` of your own, unless it was stopped."""
@@ -229,7 +359,7 @@ class Run:
     def _layout(self) -> dict[str, int]:
         """Return what a picture says of the processes that go on with a run."""
         parts = {name: getattr(self.settings, name) for name in ("dp", "pp") if hasattr(self.settings, name)}
-        return {"ranks": self._comm.size} | parts
+        return {"ranks": self.comm.size} | parts
 
     @property
     def _speed(self) -> str:
@@ -239,11 +369,11 @@ class Run:
         self._files = RunFolder(self.settings.run)
         if self._files.warning is not None:
             self.warn(f"warning: {self._files.warning}")
+        note_run(self._files.path)
         return self._files.path
 
-    def _go_on(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer) -> int:
+    def _go_on(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer, resume: str | None) -> int:
         """Load what is to be resumed; return the first step to do."""
-        resume = self.settings.resume
         if resume is None:
             return 0
         loaded = checkpoints.load(None if resume == "auto" else resume)
@@ -274,42 +404,35 @@ class Run:
     def _begin(self, first: int) -> None:
         resume = self.settings.resume
         before = self.folder if resume in (None, "auto") else Path(resume).parent.parent
-        settings = to_save(self.settings) | {"start": self._start_line}
+        settings = self._settings_to_save()
         self._files.begin(settings, before / METRICS, first, goes_on=first < self.settings.steps)
         self._trackers = Trackers(self.settings, self.folder, first, settings)
 
-    def _measure(self, seconds: float, waited: float) -> dict[str, Any]:
-        """Return the line of the step that has ended."""
-        if "loss" not in self._line:
-            raise RuntimeError("every step logs its loss: call run.log(loss) before the end of the loop's body")
-        line = self._line | {"seconds": seconds, self._speed: self._samples_per_step / seconds}
-        if self._comm.size > 1:
-            mean = self._comm.allreduce(np.array([waited]), op=ReduceOp.MEAN).wait()
-            line["exposed_comm_seconds"] = float(mean[0])
-        return line
-
-    def _write(self, line: dict[str, Any]) -> str | None:
-        """Write a line of metrics on rank 0; return what is wrong with that."""
-        if self._comm.rank != 0:
+    def write_line(self) -> str | None:
+        """Write this step's line of metrics on rank 0; return what is wrong with that."""
+        if self.comm.rank != 0:
             return None
         try:
-            self._files.write_metrics(line)
+            self._files.write_metrics(self.line)
         except OSError as error:
             return _said(error)
-        self._track(line)
+        self._track(self.line)
         return None
 
     def _track(self, line: dict[str, Any]) -> None:
         for fault in self._trackers.write(line) if self._trackers is not None else []:
             self.warn(fault)
 
+    def _settings_to_save(self) -> dict[str, Any]:
+        return to_save(self.settings) | {"start": self._start_line}
+
     def _draw(self) -> None:
-        if self._comm.rank == 0:
+        if self.comm.rank == 0:
             for fault in self._files.draw(self._events, self.settings.steps - 1, loss_unit=self._loss_unit):
                 self.warn(fault)
 
     def _close(self) -> None:
-        if self._comm.rank == 0:
+        if self.comm.rank == 0:
             for fault in self._trackers.close() if self._trackers is not None else []:
                 self.warn(fault)
             self._files.close()
@@ -317,12 +440,12 @@ class Run:
     def _on_rank_0(self, make: Callable[[], Any]) -> Any:
         """Return what rank 0 makes, on every rank; if that fails, all of them end with its one line."""
         made, fault = None, None
-        if self._comm.rank == 0:
+        if self.comm.rank == 0:
             try:
                 made = make()
             except (OSError, ValueError) as error:
                 fault = _said(error)
-        made, fault = self._comm.broadcast_object((made, fault))
+        made, fault = self.comm.broadcast_object((made, fault))
         if fault is not None:
             if hasattr(self, "_files"):
                 self._close()

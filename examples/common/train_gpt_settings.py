@@ -10,6 +10,7 @@ from typing import Any
 from common.init_from import sizes_of
 from common.settings import GPTSettings, HybridSettings
 from distributed.data_parallel.compression import LARGEST
+from distributed.recovery import Heal
 from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Bounds, Rule, flag, flag_of, other_default
 from distributed.run.settings import RunSettings
 from minigrad.backend import DEVICES
@@ -176,6 +177,43 @@ class ReplicationSettings(HybridSettings):
 
 
 @dataclass(frozen=True)
+class HealSettings(ReplicationSettings):
+    """Settings of what follows when a rank dies."""
+
+    heal: str = flag(
+        "none",
+        "none ends the job; under `python -m distributed.recovery` replace starts a new process, shrink goes on with "
+        "those that live, spares with one of those that wait",
+        choices=("none", *(how.value for how in Heal)),
+    )
+    spares: int = flag(0, "ranks besides dp * pp that wait until one dies", bounds=COUNT_OR_NONE)
+    buddy_every: int = flag(
+        0,
+        "steps between two copies in another rank's memory of what one rank alone has, such as a stage without replica",
+        bounds=COUNT_OR_NONE,
+    )
+
+    def layout(self, num_ranks: int) -> tuple[int, int, int]:
+        """Return dp, pp and micro-batches of a replica on so many ranks or fewer: the same step, cut differently."""
+        pp = min(self.pp, num_ranks)
+        dp = min(self.dp, num_ranks // pp)
+        if not self.exact:
+            return dp, pp, self.num_microbatches
+        num_parts = self.dp * self.num_microbatches  # which is what the bits hang on
+        dp = max(d for d in range(1, dp + 1) if num_parts % d == 0)
+        return dp, pp, num_parts // dp
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        waits = f"--spares are for --heal shrink and spares, got {self.spares} and --heal {self.heal}"
+        yield self.spares == 0 or self.heal in ("shrink", "spares"), waits
+        few = f"dp * pp = {self.dp * self.pp} ranks and {self.spares} spares are more than {world_size}"
+        yield self.spares == 0 or self.spares < world_size, few
+        yield from super().rules(world_size - self.spares)
+        whole = f"--heal {self.heal} needs all of the state on each replica, got --zero {self.zero} and --compress "
+        yield self.heal == "none" or (self.zero == 0 and self.compress == "none"), whole + self.compress
+
+
+@dataclass(frozen=True)
 class DeviceSettings(GPTSettings):
     """Settings of what computes."""
 
@@ -198,7 +236,7 @@ class DeviceSettings(GPTSettings):
 
 @dataclass(frozen=True)
 class TrainSettings(
-    ReplicationSettings,
+    HealSettings,
     OptimizerSettings,
     RegularizationSettings,
     EvaluationSettings,

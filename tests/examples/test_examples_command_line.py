@@ -65,7 +65,7 @@ def test_help_teaches_every_flag_once() -> None:
     for f in fields(TrainSettings):
         assert len(re.findall(rf"\n  {flag_of(f.name)}[ ,]", result.stdout)) == 1
     titles = [line for line in result.stdout.splitlines() if line.endswith(":") and line[0] != " "]
-    assert len(titles) == len(set(titles)) == 12  # "options", and what each of eleven classes adds
+    assert len(titles) == len(set(titles)) == 13  # "options", and what each of twelve classes adds
     result = run_as_rank(1, 2, "--help")
     assert (result.returncode, result.stdout) == (0, "")
 

@@ -1,0 +1,104 @@
+"""train_gpt.py with --heal: rank 0 is killed in the midst of a run, and the run is that of nobody killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, environ, run_job, survives_deaths, write_text
+
+from common.train_gpt_settings import TrainSettings
+
+NUM_STEPS = 60  # the kill must come before the end, however late its moment is seen
+LIMIT_SECONDS = 120
+SIZES = f"--steps {NUM_STEPS} --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 20 --dropout 0.1"
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+
+
+def layouts(dp: int, pp: int, microbatches: int, num_ranks: int, *, exact: bool = False) -> tuple[int, int, int]:
+    settings = TrainSettings(dp=dp, pp=pp, microbatches=microbatches, exact=exact)
+    return settings.layout(num_ranks)
+
+
+def test_a_layout_for_those_that_are_left_keeps_the_step() -> None:
+    assert layouts(2, 2, 4, 4) == (2, 2, 4)
+    assert layouts(2, 2, 4, 3) == (1, 2, 4)
+    assert layouts(2, 4, 4, 3) == (1, 3, 4)
+    assert layouts(4, 1, 2, 3) == (3, 1, 2)
+    assert layouts(4, 1, 2, 3, exact=True) == (2, 1, 4)  # as many micro-batches: 3 replicas cannot share 8
+    assert layouts(3, 1, 1, 2, exact=True) == (1, 1, 3)
+
+
+@pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
+@pytest.mark.parametrize("heal", ["shrink", pytest.param("replace", marks=pytest.mark.long)])
+def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(heal: str, tmp_path: Path) -> None:
+    """With exact sums there is one hash for every layout, so also for one process, and for a run that changed it."""
+    flags = [*SIZES.split(), "--exact", "--text", str(write_text(tmp_path))]
+    alone = run_job([SCRIPT, *flags, "--microbatches", "4", "--run", "alone"], ranks=None, cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    flags += ["--dp", "2", "--microbatches", "2", "--heal", heal, "--run", "healed", "--progress", "lines"]
+    code, output, errors = kill_in([SCRIPT, *flags], tmp_path)
+    assert code == 0, errors
+    assert weights(output) == weights(alone.stdout)
+    check_metrics(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "healed" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["redone_steps"] for line in lines if "redone_steps" in line] == [0]
+    ranks = {"shrink": "1 rank go", "replace": "2 ranks go"}[heal]
+    assert re.search(rf"healed in \d+\.\d s: {ranks} on at step \d+, from a living rank\n", errors)
+    names = {path.name for path in (tmp_path / "healed").iterdir()}
+    assert {"summary.json", "loss.png", "checkpoints"} <= names
+    assert (tmp_path / "healed" / "checkpoints" / f"step-{NUM_STEPS:08d}").is_dir()
+
+
+@pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
+@pytest.mark.long
+def test_a_run_whose_every_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    flags = [*SIZES.split(), "--exact", "--text", str(write_text(tmp_path))]
+    alone = run_job([SCRIPT, *flags, "--microbatches", "4", "--run", "alone"], ranks=None, cwd=tmp_path)
+    flags += ["--dp", "2", "--microbatches", "2", "--heal", "replace", "--run", "healed"]
+    code, output, errors = kill_in([SCRIPT, *flags], tmp_path, whom="mpirun", after=25)
+    assert code == 0, errors
+    assert weights(output) == weights(alone.stdout)
+    check_metrics(tmp_path)
+    assert re.search(r"the job was lost after \d+ steps \(mpirun died of SIGKILL\): all ranks start again\n", errors)
+    assert re.search(r"2 ranks go on at step 20, from the restore function, \d+ steps are done again\n", errors)
+
+
+def check_metrics(folder: Path) -> None:
+    """Check that the healed run has a line for each step, with the loss of the other one."""
+    runs = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("healed", "alone")]
+    healed, alone = ([json.loads(line) for line in lines] for lines in runs)
+    assert [line["step"] for line in healed] == list(range(NUM_STEPS))
+    assert [line["loss"] for line in healed] == [line["loss"] for line in alone]
+
+
+def weights(output: str) -> str:
+    (found,) = re.findall(r"^weights (\w{64})$", output, re.MULTILINE)
+    return found
+
+
+def kill_in(command: list[str], folder: Path, whom: str = "rank 0", after: int = 4) -> tuple[int, str, str]:
+    """Run a job on two ranks, and kill something after so many steps; return its exit code and what it says."""
+    launch = [sys.executable, "-m", "distributed.recovery", "-n", "2", *command]
+    metrics, pid = folder / "healed" / "metrics.jsonl", folder / "healed" / "pid"
+    with subprocess.Popen(
+        launch, cwd=folder, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        end = time.monotonic() + LIMIT_SECONDS
+        while job.poll() is None and time.monotonic() < end:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= after:
+                started = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+                os.kill(int(pid.read_text() if whom == "rank 0" else started[0]), signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        try:
+            output, errors = job.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            raise
+    return job.returncode, output, errors
