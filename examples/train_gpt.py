@@ -48,7 +48,7 @@ from minigrad.param_groups import Group, Groups
 from minigrad.parameter import Parameter
 from minigrad.precision import use_precision
 from minigrad.step_guard import StepGuard
-from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
+from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
 from pipeline.generation import generate
 
 MUON_RATE = 6.0
@@ -120,7 +120,8 @@ def main() -> None:
     run.say(f"validation loss {loss:.3f} nats a token")
     prompt = validation[: max(1, settings.context // 2)]  # the rest is room: what is read is kept
     can_print = not settings.quiet and (tokenizer is not None or is_bytes)
-    sample = training.write(prompt) if can_print and training.mesh.dp.rank == 0 else prompt
+    writes = can_print and training.mesh.dp.rank == 0
+    sample = write(training.stages, training.schedule, prompt, settings) if writes else prompt
     if tokenizer is not None:
         run.say(f"{loss / tokenizer.bytes_a_token(validation):.3f} nats a byte")
         run.say(f"after\n{''.join(tokenizer.decode(prompt))}\nit writes\n{''.join(tokenizer.decode(sample))}")
@@ -199,17 +200,6 @@ class Training:
         self.stages.train()
         return float(total[0] / total[1])
 
-    def write(self, prompt: Array) -> Array:
-        """Let the model go on after `prompt`, for at most `SAMPLE_SECONDS`. Collective over a pipeline."""
-        sampling = Sampling(SAMPLE_TEMPERATURE, seed=self.settings.seed)
-        tokens, end = [], time.monotonic() + SAMPLE_SECONDS
-        written = generate(self.stages, self.schedule, prompt, context=self.settings.context, sampling=sampling)
-        for token in islice(written, SAMPLE_TOKENS):
-            tokens.append(token)
-            if self.stages.comm.broadcast_object(time.monotonic() > end):
-                break
-        return np.array(tokens)
-
 
 def learning_rate(settings: TrainSettings) -> Callable[[int], float]:
     """Return the learning rate of each step: up during the warmup, then down to what is to be left."""
@@ -251,6 +241,17 @@ def comm_hook_of(settings: TrainSettings) -> FeedbackHook | None:
             return TopK()
         case dtype:
             return ErrorFeedback(dtype)
+
+
+def write(stages: LocalStages, schedule: Schedule, prompt: Array, settings: TrainSettings) -> Array:
+    """Let the model go on after `prompt`, for at most `SAMPLE_SECONDS`. Collective over a pipeline."""
+    sampling = Sampling(SAMPLE_TEMPERATURE, seed=settings.seed)
+    tokens, end = [], time.monotonic() + SAMPLE_SECONDS
+    for token in islice(generate(stages, schedule, prompt, context=settings.context, sampling=sampling), SAMPLE_TOKENS):
+        tokens.append(token)
+        if stages.comm.broadcast_object(time.monotonic() > end):
+            break
+    return np.array(tokens)
 
 
 def as_text(tokens: Array) -> str:

@@ -72,6 +72,9 @@ def test_each_flag_sets_its_field() -> None:
         "recompute",
         "tensorboard",
         "wandb",
+        "heal",
+        "spares",
+        "buddy_every",
     }
 
 
