@@ -111,7 +111,6 @@ def _turn(folder: str | None) -> Iterator[None]:
 
 
 inlined: Any = numba.njit(fastmath={"contract"}, error_model="numpy")
-inlined_sums: Any = numba.njit(fastmath=SUMS, error_model="numpy")
 
 
 def contiguous(x: Array) -> Array:

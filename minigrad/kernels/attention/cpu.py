@@ -21,7 +21,7 @@ def _attention_weights(
     for i in range(m):
         row = scores[i]
         end = min(n, first + i % num_queries + 1)
-        stop = min(n, (end + 31) // 32 * 32)  # whole vectors, also where the query sees less
+        stop = min(n, (end + 63) // 64 * 64)  # whole vectors, also where the query sees less
         for j in range(end, n):
             row[j] = hidden
         if has_mask:
