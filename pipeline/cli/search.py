@@ -107,7 +107,7 @@ def _problem(
     limit, static = (v if isinstance(v, list) else [v] * arguments.ranks for v in (arguments.memory, always))
     for flag, values in (("--memory", limit), ("--static", static)):
         flags.check_length(flag, values, arguments.ranks, "ranks")
-    room = [most - always for most, always in zip(limit, static, strict=True)]
+    room = [most - held for most, held in zip(limit, static, strict=True)]
     if min(room) <= 0:
         if measured is not None:
             needed = " ".join(map(flags.amount, static))

@@ -48,6 +48,13 @@ def test_replicas_that_launch_their_buckets_in_two_orders_wait_for_each_other():
         check(ZBV, first_last)
 
 
+def test_a_bucket_that_is_final_early_waits_for_the_one_in_front():
+    one = replace(ZBV, buckets=[[(0,), (3,)], ZBV.buckets[1]])
+    with pytest.raises(ScheduleError) as caught:
+        check(one, replace(one, buckets=[[(0,)], ZBV.buckets[1]]))
+    assert "rank 0  ... 0W3  bucket 0 of stage 0  [bucket 1 of stage 3]  tell losses" in str(caught.value)
+
+
 def test_a_bucket_with_tied_gradients_comes_after_their_sum_and_so_do_those_behind_it():
     tied = replace(ZBV, buckets=[[(), (3,)], [(2,), (1,)]], tied=[(0, 1)])
     check(tied, tied)
