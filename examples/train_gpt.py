@@ -39,15 +39,17 @@ from distributed.recovery import Heal
 from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, use_gpu
+from minigrad.cuda_graph import CapturedStep
 from minigrad.lr_schedule import scaled, warmup_cosine
 from minigrad.models import gpt
 from minigrad.models.generation import Sampling
 from minigrad.muon import Muon, is_hidden_matrix
-from minigrad.optim import AdamW, Rule
+from minigrad.optim import AdamW, Optimizer, Rule
 from minigrad.param_groups import Group, Groups
 from minigrad.parameter import Parameter
-from minigrad.precision import use_precision
+from minigrad.precision import LossScale, use_precision
 from minigrad.step_guard import StepGuard
+from minigrad.tensor import Tensor
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage, Schedule
 from pipeline.generation import generate
 
@@ -63,7 +65,7 @@ def main() -> None:
     train, validation = split(tokens, context=settings.context, num_windows=settings.num_microbatches)
     if settings.device == "cuda":
         use_gpu(local_rank())
-    comm = world(survive=settings.heal != "none")
+    comm = world(survive=settings.heal != "none", gpus=settings.device == "cuda" and settings.heal == "none")
     run = Run(settings, comm, samples="tokens", size=settings.context, device=settings.device, loss_unit="nats a token")
     is_bytes = settings.vocab == 256
     tokenizer = Tokenizer.beside(settings.text) if settings.text is not None and not is_bytes else None
@@ -78,10 +80,11 @@ def main() -> None:
         width=settings.width,
         dropout=settings.dropout,
     )
-    guard = StepGuard()
+    scale = LossScale() if settings.computed_in == "float16" else None
+    guard = StepGuard() if scale is None else scale
 
     attempts = run.attempts(
-        lambda ranks: Training(settings, config, train, ranks),
+        lambda ranks: Training(settings, config, train, ranks, scale),
         heal=Heal.REPLACE if settings.heal == "none" else Heal(settings.heal),
         num_spares=settings.spares,
         buddy_every=settings.buddy_every,
@@ -89,23 +92,34 @@ def main() -> None:
     )
     for attempt in attempts:
         with attempt as training:
-            ddp, pipe = training.ddp, training.pipe
-            x, y = (place(part, settings.device) for part in training.data.next())
-            training.optimizer.zero_grad()
-            hooks = ddp.hooks(num_samples=len(x))
-            with (
-                run.recorded(pipe, attempt.step),
-                rng.scope(seed=settings.seed, step=attempt.step, first_sample=ddp.first_sample),
-            ):
-                loss = pipe.step(x, y, hooks=hooks)
-                ddp.wait()
-            grad_norm = ddp.clip_by_global_norm(settings.clip or math.inf)
-            # Whether it is allowed is the same on every rank, as the number is.
-            attempt.commit(ddp.mean(loss), take=guard.allows(grad_norm), grad_norm=grad_norm)
+            ddp, pipe, optimizer = training.ddp, training.pipe, training.optimizer
+            if training.captured is not None:  # a step with its optimizer's, which decides on the GPU whether it may
+                loss = ddp.mean(float(training.captured(*training.data.next())))
+                guard.allows(optimizer.grad_norm)
+                optimizer.was_taken()
+                attempt.commit(loss, take=False, grad_norm=optimizer.grad_norm)
+            else:
+                x, y = (place(part, settings.device) for part in training.data.next())
+                optimizer.zero_grad()
+                hooks = ddp.hooks(num_samples=len(x))
+                with (
+                    run.recorded(pipe, attempt.step),
+                    rng.scope(seed=settings.seed, step=attempt.step, first_sample=ddp.first_sample),
+                ):
+                    loss = pipe.step(x, y, hooks=hooks)
+                    ddp.wait()
+                if scale is not None:
+                    loss /= scale.value
+                    scale.unscale(ddp.params)
+                grad_norm = ddp.clip_by_global_norm(settings.clip or math.inf)
+                # Whether it is allowed is the same on every rank, as the number is.
+                attempt.commit(ddp.mean(loss), take=guard.allows(grad_norm), grad_norm=grad_norm)
             if settings.eval_every and (attempt.step + 1) % settings.eval_every == 0:
                 with run.aside():
                     run.note(**figures(training.validation_loss(validation), bytes_a_token))
     training = run.training
+    if training is not None and training.captured is not None and training.captured.num_launches:
+        run.say(f"a step is one CUDA graph of {training.captured.num_launches} launches")
     if training is not None and settings.exact:
         run.say(f"weights {weights_sha256(training.stages)}")
     if run.stopped:
@@ -139,7 +153,14 @@ def figures(loss: float, bytes_a_token: float | None) -> dict[str, float]:
 class Training:
     """What is made for the ranks that there are: of all of them, or of those that are left. Collective."""
 
-    def __init__(self, settings: TrainSettings, config: gpt.GPTConfig, tokens: Array, comm: Communicator) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        config: gpt.GPTConfig,
+        tokens: Array,
+        comm: Communicator,
+        scale: LossScale | None,
+    ) -> None:
         dp, pp, num_microbatches = settings.layout(comm.size)
         self.settings = settings
         self.mesh = Mesh(comm, dp=dp, pp=pp)
@@ -154,8 +175,13 @@ class Training:
         )
         if settings.init_from is not None:
             load_weights(self.stages.parameters(), config, settings.init_from)
+
+        def loss_fn(logits: Tensor, targets: Array) -> Tensor:
+            loss = cross_entropy(logits, targets)
+            return loss if scale is None or not loss.requires_grad else loss * scale.value
+
         self.pipe = PipelineExecutor(
-            self.stages, self.mesh.pp, self.schedule, num_microbatches=num_microbatches, loss_fn=cross_entropy
+            self.stages, self.mesh.pp, self.schedule, num_microbatches=num_microbatches, loss_fn=loss_fn
         )
         rule = rule_of(settings)
         self.hook = comm_hook_of(settings)
@@ -171,9 +197,14 @@ class Training:
             recorder=self.pipe.recorder,
         )
         self.pipe.check_deadlock_free(self.ddp)
-        if settings.precision != "float32":
-            use_precision(self.stages.parameters(), settings.precision)
-        self.optimizer = self.ddp.optimizer(rule)
+        if settings.computed_in != "float32":
+            use_precision(self.stages.parameters(), settings.computed_in)
+        self.captured: CapturedStep | None = None
+        if settings.graph != "off" and not settings.why_no_graph and (dp == 1 or "NCCL" in comm.library):
+            self.optimizer = Optimizer(self.ddp.params, rule, max_norm=settings.clip or math.inf)
+            self.captured = CapturedStep(self._step, self.optimizer)
+        else:
+            self.optimizer = self.ddp.optimizer(rule)
         if self.hook is not None:
             self.hook.attach(self.ddp.buckets)
         self.model = self.stages if self.hook is None else WithState(self.stages, self.hook)
@@ -185,6 +216,14 @@ class Training:
             rank=self.mesh.dp.rank,
             size=self.mesh.dp.size,
         )
+
+    def _step(self, x: Array, y: Array) -> Array:
+        """Take a whole step, from a batch to new weights, without a question to the GPU."""
+        self.optimizer.zero_grad()
+        loss = self.pipe.step_on_device(x, y, hooks=self.ddp.hooks(num_samples=len(x)))
+        self.ddp.wait()
+        self.optimizer.step()
+        return loss
 
     def validation_loss(self, tokens: Array) -> float:
         """Return the mean loss over all windows of `tokens`, without dropout. Collective."""

@@ -210,8 +210,8 @@ class Optimizer:
         params: distinct parameters in model order; those without an owner get a FlatBuffer.
         rule: SGD, AdamW, Muon, your own `Rule`, or `Groups` of several.
         decays: which parameters weight decay applies to; by default those with two or more axes. Asked once.
-        max_norm: clip by the norm of all gradients of `params` in each step; None: by nothing. On a GPU this waits for
-            nothing, as `clip_by_global_norm` would.
+        max_norm: clip by the norm of all gradients of `params` in each step, and take no step where it is infinite or
+            nan; None: neither. On a GPU this waits for nothing, as `clip_by_global_norm` would; `was_taken` asks.
         parts: of the parameters' memory, what this optimizer updates; all of it by default.
 
     Attributes:
@@ -251,12 +251,24 @@ class Optimizer:
         }
         self._known_runs: dict[FlatRange, tuple[Any, list[tuple[FlatRange, bool]], list[FlatRange]]] = {}
         self._norm = 0.0
+        self._is_counted = False  # whether `num_steps` has the last step
         self._whole_step = self._new_whole_step()
 
     @property
     def grad_norm(self) -> float:
         """The norm of all gradients before clipping, as of the last step; 0 without `max_norm`. Asks a GPU."""
         return self._norm if self._whole_step is None else float(self._whole_step.norm())
+
+    def was_taken(self) -> bool:
+        """Return whether the last step changed anything, and where it did not, let nobody count it. Asks a GPU.
+
+        With `max_norm` a step changes nothing where the norm is infinite or nan.
+        """
+        taken = math.isfinite(self.grad_norm)
+        if not taken and self._is_counted:
+            self.num_steps -= 1
+            self._is_counted = False
+        return taken
 
     @property
     def asks_nothing(self) -> bool:
@@ -284,6 +296,9 @@ class Optimizer:
             return
         if self.max_norm is not None:
             self._norm = clip_by_global_norm(self.params, self.max_norm)
+            self._is_counted = math.isfinite(self._norm)
+            if not self._is_counted:
+                return
         for part in self._parts:
             self._update(part, part.data, part.grad, self.num_steps)
         self.num_steps += 1
@@ -308,6 +323,7 @@ class Optimizer:
         assert self._whole_step is not None
         self._whole_step.advance(self.lr, self.num_steps)
         self.num_steps += 1
+        self._is_counted = True
 
     def _new_whole_step(self) -> Any:
         """Return what does a whole step on a GPU, or None where parts are updated one by one."""

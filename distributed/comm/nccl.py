@@ -25,6 +25,7 @@ from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array, Work
 from minigrad.backend import address, cupy, gpu_bus_id, is_half, nccl_module, xp_of
 
+_HIGHEST_PRIORITY = -5  # or the nearest that there is
 _SUM = 0
 _UINT8 = 1
 _DTYPES = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float32": 7, "float64": 8}
@@ -57,7 +58,8 @@ class NCCLCommunicator(Communicator):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl))
         self._group = (nccl.groupStart, nccl.groupEnd)
         self._version = nccl.get_version()
-        self._stream = self._cp.cuda.Stream(non_blocking=True)
+        # Before all else: a reduction needs few of the multiprocessors, but would wait for kernels that fill them all.
+        self._stream = self._cp.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._unfinished: list[_StreamWork] = []  # keeps arrays that NCCL reads and writes
 
     @property

@@ -43,9 +43,9 @@ def this_place(device: str) -> RankPlace:
     """
     cores = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
     num_threads = blas_threads(len(cores) or os.cpu_count() or 1)
-    return RankPlace(
-        platform.node(), cores, num_threads, gpu_name() if device == "cuda" else f"{device} with {kernels.describe()}"
-    )
+    gpu = device == "cuda"
+    name, means = (gpu_name(), kernels.describe_gpu()) if gpu else (device, kernels.describe())
+    return RankPlace(platform.node(), cores, num_threads, f"{name} with {means}")
 
 
 def blas_threads(num_cores: int, environ: Mapping[str, str] = os.environ) -> int:

@@ -14,6 +14,9 @@ from distributed.recovery import Heal
 from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Bounds, Rule, flag, flag_of, other_default
 from distributed.run.settings import RunSettings
 from minigrad.backend import DEVICES
+from minigrad.precision import PRECISIONS
+
+GRAPHS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -219,10 +222,18 @@ class DeviceSettings(GPTSettings):
 
     device: str = flag("cpu", "cuda trains on GPUs, one a rank, and needs CuPy", choices=tuple(DEVICES))
     precision: str = flag(
-        "float32",
-        "of what layers compute; weights, gradients and checkpoints stay float32",
-        choices=("float32", "bfloat16"),
+        "auto",
+        "of what layers compute; weights, gradients and checkpoints stay float32; auto: bfloat16 on a GPU",
+        choices=("auto", *PRECISIONS),
     )
+    graph: str = flag("auto", "capture a step on a GPU in one CUDA graph; auto: where it can be", choices=GRAPHS)
+
+    @property
+    def computed_in(self) -> str:
+        """The precision that layers compute in."""
+        if self.precision != "auto":
+            return self.precision
+        return "bfloat16" if self.device == "cuda" and self.dtype == "float32" else "float32"
 
     recompute: bool = flag(
         False, "blocks keep nothing for the backward but their input, and run again there: less memory, more time"
@@ -230,8 +241,8 @@ class DeviceSettings(GPTSettings):
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
-        wide = f"--precision bfloat16 trains float32 weights, got --dtype {self.dtype}"
-        yield self.precision == "float32" or self.dtype == "float32", wide
+        wide = f"--precision {self.precision} trains float32 weights, got --dtype {self.dtype}"
+        yield self.precision in ("auto", "float32") or self.dtype == "float32", wide
 
 
 @dataclass(frozen=True)
@@ -247,3 +258,28 @@ class TrainSettings(
 
     lr: float = other_default(RunSettings, "lr", 3e-3)
     width: int = other_default(GPTSettings, "width", 128)
+
+    @property
+    def why_no_graph(self) -> str:
+        """What no CUDA graph can have a step of, or nothing."""
+        reasons = {
+            f"--device {self.device}": self.device != "cuda",
+            f"--pp {self.pp}": self.pp > 1,
+            f"--heal {self.heal}": self.heal != "none",
+            f"--zero {self.zero}": self.zero > 0,
+            f"--dropout {self.dropout}": self.dropout > 0,
+            f"--optimizer {self.optimizer}": self.optimizer != "adamw",
+            "--lr-scale": bool(self.lr_scales),
+            f"--compress {self.compress}": self.compress != "none",
+            "--exact": self.exact,
+            f"--check-every {self.check_every}": self.check_every > 0,
+            f"--dtype {self.dtype}": self.dtype != "float32",
+            f"--precision {self.precision}": self.computed_in == "float16",
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        no_shards = f"--precision float16 scales whole gradients, got --zero {self.zero}"
+        yield self.precision != "float16" or not self.zero, no_shards
+        yield self.graph != "on" or not self.why_no_graph, f"--graph on does not go with {self.why_no_graph}"

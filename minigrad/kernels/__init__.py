@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array, is_half, xp_of
+from minigrad.backend import Array, is_half, uses_tf32, xp_of
 from minigrad.kernels import reference
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
@@ -87,6 +87,14 @@ def describe() -> str:
     """Return which kernels large arrays on the CPU get, and why if it is the reference: for a start line."""
     reason = _why_reference()
     return f"NumPy kernels ({reason})" if reason else "numba kernels"
+
+
+def describe_gpu() -> str:
+    """Return what GPU arrays get that machines differ in: for a start line."""
+    from minigrad.kernels.attention import cudnn_attention
+
+    attention = "cuDNN" if cudnn_attention.is_available() else "products (nvidia-cudnn-frontend is not installed)"
+    return f"half precision attention by {attention}" + (", float32 products in TF32" if uses_tf32() else "")
 
 
 def _why_reference() -> str:

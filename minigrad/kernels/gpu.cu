@@ -580,7 +580,7 @@ extern "C" __global__ void square_sum(const float* g, double* part, Index n) {
 // What a step of AdamW needs beside arrays, on the device, so that a captured step may change it.
 struct Scalars {
   float lr, step;                        // the host writes these
-  float rate, eps, shrink, clip, norm;  // `prepare` makes these of them
+  float rate, eps, shrink, clip, norm, taken;  // `prepare` makes these of them
 };
 extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, float beta1, float beta2, float eps,
                                    float decay, float max_norm) {
@@ -596,14 +596,15 @@ extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, 
   double t = (double)s->step + 1, c1 = 1 - pow((double)beta1, t), c2 = sqrt(1 - pow((double)beta2, t));
   double norm = sqrt(sums[0]);
   s->rate = s->lr / c1 * c2, s->eps = eps * c2, s->shrink = s->lr * decay, s->norm = norm;
-  s->clip = norm > max_norm && norm < __longlong_as_double(0x7ff0000000000000) ? max_norm / norm : 1;
+  s->taken = norm < __longlong_as_double(0x7ff0000000000000);  // else nothing changes
+  s->clip = norm > max_norm ? max_norm / norm : 1;
 }
 // Run i, from starts[i] to starts[i + 1], is of a kind: 0 plain, 1 with weight decay, 2 frozen.
 extern "C" __global__ void adamw(float* w, const float* g, float* m, float* v, T* copy, const Scalars* s,
                                  const Index* starts, const unsigned char* kinds, int runs, float beta1, float beta2,
                                  Index n) {
   Index i = thread_index() * 4;
-  if (i >= n) return;
+  if (i >= n || !s->taken) return;
   int run = 0;
   for (int high = runs; high - run > 1;) {
     int middle = (run + high) / 2;

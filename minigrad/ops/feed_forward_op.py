@@ -47,7 +47,7 @@ def feed_forward(
     def back(g: Array) -> tuple[Any, ...]:
         nonlocal kept, middle
         if not middle:
-            middle = g, *kernels.gelu_back(kernels.product(_rows(g), w2.T), kept, exact)
+            middle = g, *kernels.linear_gelu_back(_rows(g), w2, kept, exact)
             kept = None  # used up
         if middle[0] is not g:
             raise RuntimeError("feed_forward: its vjps were asked before, with another cotangent")

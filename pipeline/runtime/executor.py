@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from pipeline.schedules.whole_step import check_whole_step
 
 Program = tuple[Task, ...]
 LossFn = Callable[[Any, Array], Tensor]
+T = TypeVar("T")
 
 
 class PipelineExecutor:
@@ -86,6 +87,7 @@ class PipelineExecutor:
         self.recorder = Recorder()
         self._schedule = schedule
         self._stage = {stage.stage_id: stage for stage in stages}
+        self._xp = xp_of(next((p.data for p in stages.parameters()), None))
         self._last_stage = num_stages - 1
         self._last_rank = schedule.rank_of(self._last_stage, comm.size)
         self._handshake = Handshake(
@@ -99,7 +101,7 @@ class PipelineExecutor:
             lambda stage: schedule.rank_of(stage, comm.size),
             num_stages=num_stages,
             num_microbatches=num_microbatches,
-            xp=xp_of(next((p.data for p in stages.parameters()), None)),
+            xp=self._xp,
             recorder=self.recorder,
         )
         self._training = None if orders is None else self._program(orders)
@@ -126,6 +128,15 @@ class PipelineExecutor:
             The mean loss of the batch, on every rank.
         """
         return self._train(self._begin(Mode.TRAIN, x, y, weights=weights), hooks).loss
+
+    def step_on_device(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> Array:
+        """Run forward and backward of a batch, as `step`, and ask the device nothing, so that a CUDA graph can have it.
+
+        Returns:
+            () the mean loss of the batch, on every rank, where the model is: reading it waits for a GPU.
+        """
+        state = self._begin(Mode.TRAIN, x, y)
+        return self._backward(self._training_program(), state, hooks, self._end_on_device)
 
     def run(
         self,
@@ -191,7 +202,7 @@ class PipelineExecutor:
         agree(self.comm, lambda: self._take_cotangents(state, cotangents), num_columns=0)
         self._waiting = None
         self._p2p.begin(state.given.specs)
-        return self._backward(self._programs_apart(state.num_microbatches)[1], state, hooks)
+        return self._backward(self._programs_apart(state.num_microbatches)[1], state, hooks, self._end)
 
     def check_deadlock_free(self, ddp: Reduces) -> None:
         """Prove that messages and the reductions of `ddp`, taken together, make no ranks wait for each other.
@@ -286,10 +297,14 @@ class PipelineExecutor:
         return self._end(state)
 
     def _train(self, state: StepState, hooks: Hooks | None) -> PipelineOutput:
-        return self._backward(self._training_program(), state, hooks)
+        return self._backward(self._training_program(), state, hooks, self._end)
 
-    def _backward(self, program: Program, state: StepState, hooks: Hooks | None) -> PipelineOutput:
-        """Run a program that has backwards, from what the step before left to gradients that are final."""
+    def _backward(self, program: Program, state: StepState, hooks: Hooks | None, end: Callable[[StepState], T]) -> T:
+        """Run a program that has backwards, from what the step before left to gradients that are final.
+
+        Args:
+            end: what the step gives.
+        """
         hooks = hooks or Hooks()
         with hooks.told_of_errors(), self._cancelled_on_error():
             state.weigh_by(hooks)
@@ -299,18 +314,29 @@ class PipelineExecutor:
             self.recorder.enter("step", "sum tied")
             self.stages.sum_tied(state.tied_before)
             state.hooks.finish()
-            return self._end(state)
+            return end(state)
 
     def _end(self, state: StepState) -> PipelineOutput:
         """Tell every rank the losses, and give what this rank holds."""
         self.recorder.enter("step", "losses")
-        told = np.array([[state.losses.get(i, 0.0), share] for i, share in enumerate(state.shares)])
+        told = np.array([[float(state.losses.get(i, 0.0)), share] for i, share in enumerate(state.shares)])
         if state.mode.has_loss:
             self.comm.broadcast(told, root=self._last_rank).wait()
         self.recorder.leave()
         losses, shares = told.T.tolist()
         outputs, input_grads = ([d[i] for i in sorted(d)] for d in (state.outputs, state.grads_of_input))
         return PipelineOutput(losses if state.mode.has_loss else [], shares, outputs, input_grads)
+
+    def _end_on_device(self, state: StepState) -> Array:
+        """Give every rank the mean loss, in memory that the host has not read."""
+        self.recorder.enter("step", "losses")
+        loss = self._xp.zeros((), np.float32)
+        for i, part in state.losses.items():
+            loss = loss + part * part.dtype.type(state.shares[i])
+        if self.comm.size > 1:
+            loss = self.comm.broadcast(self._xp.asarray(loss, np.float32), root=self._last_rank).wait()
+        self.recorder.leave()
+        return loss
 
     def _take_cotangents(self, state: StepState, cotangents: Batch | None) -> Array:
         if self._last_stage in self._stage:
@@ -390,7 +416,7 @@ class PipelineExecutor:
             assert self.loss_fn is not None
             assert state.given.targets is not None
             loss = self.loss_fn(output, state.given.targets[i])
-            state.losses[i] = loss.item()
+            state.losses[i] = loss.data  # read when the step is over: a GPU computes until then, and nobody waits
             return loss
 
         return finish

@@ -93,7 +93,7 @@ class StepState:
     input_grads: bool
     cotangents: Sequence[Any]
     made: dict[Action, Bundle] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Array] = field(default_factory=dict)
     outputs: dict[int, Array] = field(default_factory=dict)
     grads_of_input: dict[int, Array] = field(default_factory=dict)
     tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)

@@ -116,7 +116,7 @@ def test_a_gpu_goes_by_its_own_name(monkeypatch):
     runtime = SimpleNamespace(getDeviceProperties=lambda number: {"name": f"GPU number {number}".encode()})
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(id=1)))
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    assert this_place("cuda").device == "GPU number 1"
+    assert this_place("cuda").device == f"GPU number 1 with {kernels.describe_gpu()}"
 
 
 LIBRARIES = {  # what MPI_Get_library_version says -> what the start line says

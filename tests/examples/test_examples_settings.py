@@ -75,6 +75,7 @@ def test_each_flag_sets_its_field() -> None:
         "heal",
         "spares",
         "buddy_every",
+        "graph",
     }
 
 
@@ -155,7 +156,14 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
             "--compress must be one of none, int8, float8_e4m3fn, float16, bfloat16, powersgd, topk, got int4",
         ),
         ({"compress": "int8", "zero": 1}, 1, "--compress int8 goes with neither --zero nor --exact"),
-        ({"precision": "fp8"}, 1, "--precision must be one of float32, bfloat16, got fp8"),
+        ({"precision": "fp8"}, 1, "--precision must be one of auto, float32, bfloat16, float16, got fp8"),
+        (
+            {"precision": "float16", "zero": 1, "dp": 2},
+            2,
+            "--precision float16 scales whole gradients, got --zero 1",
+        ),
+        ({"graph": "on"}, 1, "--graph on does not go with --device cpu"),
+        ({"graph": "on", "device": "cuda", "dropout": 0.1}, 1, "--graph on does not go with --dropout 0.1"),
         (
             {"precision": "bfloat16", "dtype": "float64"},
             1,

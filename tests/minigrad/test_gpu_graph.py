@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import minigrad as mg
+from distributed import DistributedDataParallel, SoloCommunicator
 from minigrad.backend import to_device, to_host
 from minigrad.cuda_graph import NUM_WARMUP_CALLS, CapturedStep
 from minigrad.lr_schedule import warmup_cosine
-from minigrad.models import GPT, MLP, GPTConfig
+from minigrad.models import GPT, MLP, GPTConfig, gpt
 from minigrad.optim import SGD, AdamW, Optimizer
 from minigrad.precision import use_precision
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="needs CuPy")
 
+ROOT = Path(__file__).parents[2]
 CONFIG = GPTConfig(vocab_size=65, context=32, num_layers=2, num_heads=2, width=64)
 
 
@@ -58,6 +66,81 @@ def test_graph_and_eager_agree_bit_for_bit(precision: str) -> None:
     for name, value in eager.values().items():
         np.testing.assert_array_equal(graph.values()[name], value, err_msg=name)
     assert captured.num_launches > 20
+
+
+def test_a_step_whose_gradients_are_not_finite_changes_nothing() -> None:
+    """The GPU decides; whoever asks hears of it, and it is not counted."""
+    training = Training("float32")
+    captured = CapturedStep(training.step, training.optimizer)
+    for x, y in batches(4):
+        captured(x, y)
+    assert training.optimizer.was_taken()
+    before = training.values()
+    (gain,) = [p for p in training.model.parameters() if p.name == "block0.norm1.gain"]
+    good = gain.data.copy()
+    gain.data = cupy.full_like(good, np.inf)
+    captured(x, y)
+    assert not training.optimizer.was_taken()
+    assert not training.optimizer.was_taken()
+    assert training.optimizer.num_steps == 4
+    gain.data = good
+    for name, value in training.values().items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    captured(x, y)
+    assert training.optimizer.was_taken()
+    assert training.optimizer.num_steps == 5
+
+
+def test_the_executors_step_is_captured() -> None:
+    """Micro-batches, and the loss without a question; the same bits as not captured."""
+
+    def trained(graph: bool) -> Any:
+        comm, schedule = SoloCommunicator(), SCHEDULES["1f1b"]
+        stages = PipelineStage.of(gpt.layers(CONFIG), comm, schedule, seed=0, dtype=np.float32, device="cuda")
+        pipe = PipelineExecutor(stages, comm, schedule, num_microbatches=2, loss_fn=mg.cross_entropy)
+        ddp = DistributedDataParallel(stages, comm)
+        use_precision(stages.parameters(), "bfloat16")
+        optimizer = Optimizer(ddp.params, AdamW(1e-2), max_norm=1.0)
+
+        def step(x: Any, y: Any) -> Any:
+            optimizer.zero_grad()
+            loss = pipe.step_on_device(x, y, hooks=ddp.hooks(num_samples=len(x)))
+            ddp.wait()
+            optimizer.step()
+            return loss
+
+        run = CapturedStep(step, optimizer) if graph else lambda x, y: step(to_device(x), to_device(y))
+        losses = [float(run(x, y)) for x, y in batches(5)]
+        return losses, [to_host(p.data) for p in stages.parameters()]
+
+    (losses, values), (graph_losses, graph_values) = trained(False), trained(True)
+    assert losses == graph_losses
+    for value, graph_value in zip(values, graph_values, strict=True):
+        np.testing.assert_array_equal(value, graph_value)
+
+
+def test_train_gpt_on_a_gpu(tmp_path: Path) -> None:
+    """bfloat16 in a graph by default; float16 with a loss scale; float32 without a graph: nearly the same losses."""
+    losses = {}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    for name, flags in {
+        "auto": [],
+        "float16": ["--precision", "float16"],
+        "float32": ["--precision", "float32", "--graph", "off"],
+    }.items():
+        command = ["examples/train_gpt.py", "--device", "cuda", "--steps", "8", "--run", str(tmp_path / name), *flags]
+        ran = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert ("one CUDA graph of" in ran.stdout) == (name == "auto")
+        assert "attention by" in ran.stdout.splitlines()[0]
+        losses[name] = float(re.search(r"validation loss ([\d.]+)", ran.stdout)[1])
+    assert max(losses.values()) - min(losses.values()) < 0.02, losses
 
 
 def test_memory_returns_when_the_graphs_go() -> None:

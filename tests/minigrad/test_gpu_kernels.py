@@ -21,7 +21,14 @@ gpu = pytest.importorskip("minigrad.kernels.gpu")
 DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 SHAPES = [(5, 7), (3, 1), (1, 65), (33, 64), (129, 768), (40, 2000), (1000, 257), (0, 5)]
-ELSEWHERE = {"adamw", "layer_norm_back", "square_sum"}  # tested apart, or with another kernel
+ELSEWHERE = {
+    "adamw",
+    "gelu_back",
+    "layer_norm_back",
+    "linear_gelu",
+    "linear_gelu_back",
+    "square_sum",
+}  # tested apart, or with another kernel
 HALF_CASES = [case for case in CASES if case.split()[0] in names(gpu) and case.split()[0] not in ELSEWHERE]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 generator = np.random.default_rng(3)
@@ -118,6 +125,28 @@ def test_products_of_all_layouts(dtype: str, m: int, k: int, n: int) -> None:
         np.testing.assert_allclose(
             wide(to_host(y)), expected + wide(bias), rtol=2 * tight, atol=2 * tight * (2 + k**0.5)
         )
+
+
+@each_dtype
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(9, 16, 64), (9, 16, 61), (130, 768, 3072), (1, 8, 8), (0, 8, 8)])
+def test_a_linear_map_and_gelu(dtype: str, exact: bool, m: int, n: int, k: int) -> None:
+    """One product each way where cuBLASLt has one, the same numbers where not."""
+    x, w1, b1, w2, b2 = (draw(dtype, *shape) for shape in ((m, n), (n, k), (k,), (k, n), (n,)))
+    w1, w2, g = w1 * w1.dtype.type(n**-0.5), w2 * w2.dtype.type(k**-0.5), draw(dtype, m, n)
+
+    def trained(*arrays: Any) -> list[Any]:
+        tensors = [mg.Tensor(a, requires_grad=True) for a in arrays[:-1]]
+        y = mg.feed_forward(*tensors, exact=exact)
+        mg.backward_with_grad(y, arrays[-1])
+        return [y.data, *(t.grad for t in tensors)]
+
+    arrays = [x, w1, b1, w2, b2, g]
+    expected = trained(*map(wide, arrays))
+    for place in (to_device, unaligned):
+        for found, want in zip(trained(*map(place, arrays)), expected, strict=True):
+            error = np.linalg.norm(wide(to_host(found)) - want) / max(float(np.linalg.norm(want)), 1e-30)
+            assert error < 2 * TOLERANCE[dtype], (error, want.shape)
 
 
 @each_dtype

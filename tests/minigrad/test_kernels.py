@@ -76,6 +76,7 @@ CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
     "gelu_back": lambda x, m, n: [x(m, n).copy(), x(m, n).copy(), False],
     "gelu_back read-only": lambda x, m, n: [x(m, n), x(m, n), False],
     "gelu_back exact": lambda x, m, n: [x(m, n).copy(), x(m, n).copy(), True],
+    "linear_gelu_back": lambda x, m, n: [x(m, 6), tame(x(n, 6)), x(m, n).copy(), False],
     "softmax": lambda x, m, n: [x(m, n)],
     "softmax_dx": lambda x, m, n: [x(m, n), softmax_of(tame(x(m, n)))],
     "log_softmax": lambda x, m, n: [x(m, n)],
@@ -121,7 +122,7 @@ def outputs(module: Any, case: str, args: list[Any]) -> list[Array]:
         dx, dgain, dbias = result
         sums = module.layer_norm_dgain(g, x, mean, inverse), g.sum(axis=0)
         result = (dx, *(sums if dgain is None else (dgain.sum(axis=0), dbias.sum(axis=0))))
-    if case.startswith("gelu_back"):
+    if "gelu_back" in case:
         y, dh, parts = result
         result = y, dh, dh.sum(axis=0) if parts is None else parts.sum(axis=0)
     return [np.asarray(y) for y in (result if isinstance(result, tuple) else (result,)) if y is not None] + in_place

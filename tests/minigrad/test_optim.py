@@ -242,3 +242,20 @@ def test_an_optimizer_with_max_norm_clips_and_steps(max_norm: float) -> None:
         np.testing.assert_array_equal(p.data, q.data)
     with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
         Optimizer(found, SGD(0.1), max_norm=0)
+
+
+def test_with_max_norm_no_step_is_taken_where_the_norm_is_not_finite() -> None:
+    w = mg.Parameter(np.ones(3), "w")
+    optimizer = Optimizer([w], AdamW(0.1), max_norm=1.0)
+    for bad in (np.inf, np.nan):
+        w.grad = np.array([1.0, bad, 0.0])
+        optimizer.step()
+        assert not optimizer.was_taken()
+        assert optimizer.num_steps == 0
+        np.testing.assert_array_equal(w.data, np.ones(3))
+        optimizer.zero_grad()
+    w.grad = np.ones(3)
+    optimizer.step()
+    assert optimizer.was_taken()
+    assert optimizer.num_steps == 1
+    assert (w.data < 1).all()

@@ -468,3 +468,16 @@ def test_masks_and_ids_cross_a_boundary_beside_the_activation(ranks, schedule):
 
     grads = {name: value for part in ranks.run(program) for name, value in part.items()}
     assert grads == {"w": 24, "v": 16}
+
+
+def test_a_step_can_leave_its_loss_on_the_device(ranks):
+    """It is the loss that `step` tells, on every rank, as an array."""
+
+    def program(comm):
+        pipe = connect(comm, four_layers())
+        told = pipe.step(X, Y)
+        loss = pipe.step_on_device(X, Y)
+        assert loss.shape == ()
+        np.testing.assert_allclose(loss, told, rtol=1e-6)
+
+    ranks.run(program)

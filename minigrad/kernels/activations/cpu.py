@@ -10,6 +10,7 @@ from minigrad.backend import Array
 from minigrad.kernels.activations import reference
 from minigrad.kernels.activations.reference import GELU_FLAT
 from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous, flattened
+from minigrad.kernels.products.reference import product
 from minigrad.kernels.scalars import exp, gelu_constants, gelu_tanh, logistic, normal_tail
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "gelu_back",
     "leaky_relu",
     "linear_gelu",
+    "linear_gelu_back",
     "relu",
     "select",
     "sigmoid",
@@ -186,6 +188,10 @@ def gelu_back(g: Array, kept: Array, exact: bool) -> tuple[Array, Array, Array |
     sums = np.zeros((1, g.shape[1]), g.dtype)
     _gelu_back(g, kept, sums[0])
     return kept, g, sums
+
+
+def linear_gelu_back(g: Array, w: Array, kept: Array, exact: bool) -> tuple[Array, Array, Array | None]:
+    return gelu_back(product(g, w.T), kept, exact)
 
 
 def gelu(x: Array, exact: bool) -> tuple[Array, Array]:

@@ -6,9 +6,9 @@ import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.gpu_launch import aligned, contiguous, cp, launch, launch_elementwise, num_blocks
-from minigrad.kernels.products.gpu import add, linear
+from minigrad.kernels.products.gpu import add, linear, linear_then_gelu, product, product_through_gelu
 
-__all__ = ["add_select", "gelu", "gelu_back", "gelu_dx", "linear_gelu", "select"]
+__all__ = ["add_select", "gelu", "gelu_back", "gelu_dx", "linear_gelu", "linear_gelu_back", "select"]
 
 
 def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
@@ -41,8 +41,14 @@ def gelu_dx(g: Array, kept: Array, exact: bool) -> Array:
 
 
 def linear_gelu(x: Array, w: Array, b: Array, exact: bool) -> tuple[Array, tuple[Array, Array]]:
-    y, h = gelu(linear(x, w, b), exact)
+    y, h = (None if exact else linear_then_gelu(x, w, b)) or gelu(linear(x, w, b), exact)
     return y, (h, y)
+
+
+def linear_gelu_back(g: Array, w: Array, kept: tuple[Array, Array], exact: bool) -> tuple[Array, Array, None]:
+    h, y = kept
+    dh = None if exact else product_through_gelu(g, w.T, h)
+    return gelu_back(product(g, w.T), kept, exact) if dh is None else (y, dh, None)
 
 
 def gelu_back(g: Array, kept: tuple[Array, Array], exact: bool) -> tuple[Array, Array, None]:

@@ -10,7 +10,7 @@ import numpy as np
 from minigrad.backend import Array, xp_of
 from minigrad.kernels.common import BLOCK, half_in_float32
 from minigrad.kernels.erfc import ERFC_DOUBLE, ERFC_SINGLE
-from minigrad.kernels.products.reference import linear
+from minigrad.kernels.products.reference import linear, product
 
 __all__ = [
     "add_select",
@@ -19,6 +19,7 @@ __all__ = [
     "gelu_dx",
     "leaky_relu",
     "linear_gelu",
+    "linear_gelu_back",
     "relu",
     "select",
     "sigmoid",
@@ -137,6 +138,11 @@ def gelu_back(g: Array, kept: Any, exact: bool) -> tuple[Array, Array, Array | N
     """
     y, dh = _gelu_back(g, kept, exact)
     return y, dh, None
+
+
+def linear_gelu_back(g: Array, w: Array, kept: Any, exact: bool) -> tuple[Array, Array, Array | None]:
+    """Do `gelu_back` of g w^T: g is the gradient by what another linear map, by w, makes of the GELU."""
+    return gelu_back(product(g, w.T), kept, exact)
 
 
 @half_in_float32

@@ -22,10 +22,11 @@ _WORKSPACE_BYTES = 32 << 20
 _FLOAT32, _COMPUTE_FLOAT32, _COMPUTE_TF32 = 0, 68, 77
 _DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8  # attributes of a product
+_AUX_POINTER, _AUX_STRIDE = 11, 12
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a layout
 _MAX_WORKSPACE, _REDUCTIONS, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # attributes of a preference
 _REDUCE_IN_COMPUTE_TYPE, _REDUCE_IN_OUTPUT_TYPE = 2, 4  # parts of a long sum: never rounded to half first
-_EPILOGUE_BIAS = 4
+_EPILOGUE_NONE, _EPILOGUE_BIAS, _EPILOGUE_GELU_AUX_BIAS, _EPILOGUE_DGELU = 1, 4, 164, 192
 _ALIGNMENT_BYTES = 256  # more than this no algorithm asks for
 
 
@@ -68,7 +69,16 @@ class CublasLt:
         self._plans: dict[Any, _Plan] = {}
         self._workspaces: dict[int, Array] = {}  # by stream: two streams must not share one
 
-    def __call__(self, a: Array, b: Array, out: Array, *, add: bool = False, bias: Array | None = None) -> None:
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        *,
+        add: bool = False,
+        bias: Array | None = None,
+        before_gelu: Array | None = None,
+    ) -> None:
         """Do out = a b, or out += a b, plus a bias on every row.
 
         Args:
@@ -76,15 +86,23 @@ class CublasLt:
                 Or stacks of as many of them, (s, m, k) and (s, k, n).
             out: (m, n), or (s, m, n), with contiguous rows, float32 or of the operands' dtype.
             bias: (n,) contiguous, aligned to 16 bytes, of the dtype of `out`.
+            before_gelu: (m, n) contiguous, of the dtype of `out`, a half one, n divisible by 8. With a bias a b + bias
+                goes here, and its GELU, tanh form, into `out`. Without, out = a b gelu'(before_gelu).
         """
+        epilogue = _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS
+        if before_gelu is not None:
+            epilogue = _EPILOGUE_DGELU if bias is None else _EPILOGUE_GELU_AUX_BIAS
         first, second, target = _matrix(b), _matrix(a), _matrix(out)
-        key = (*first[1:], first.alignment, *second[1:], second.alignment, *target[1:], target.alignment, bias is None)
+        key = (*first[1:], first.alignment, *second[1:], second.alignment, *target[1:], target.alignment, epilogue)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(first, second, target, bias)
+            plan = self._plans[key] = self._plan(first, second, target, epilogue, bias, before_gelu)
         if bias is not None:
             plan.bias.value = address(bias)
             _check(self._set(plan.product, _BIAS_POINTER, ctypes.addressof(plan.bias), 8))
+        if before_gelu is not None:
+            plan.aux.value = address(before_gelu)
+            _check(self._set(plan.product, _AUX_POINTER, ctypes.addressof(plan.aux), 8))
         stream = self._cp.cuda.get_current_stream().ptr
         workspace = self._workspaces.get(stream)
         if workspace is None:
@@ -114,16 +132,27 @@ class CublasLt:
         with self._cp.cuda.using_allocator(None):  # of no pool: it outlives every graph
             return self._cp.empty(_WORKSPACE_BYTES, np.uint8)
 
-    def _plan(self, first: _Matrix, second: _Matrix, target: _Matrix, bias: Array | None) -> _Plan:
+    def _plan(
+        self,
+        first: _Matrix,
+        second: _Matrix,
+        target: _Matrix,
+        epilogue: int,
+        bias: Array | None,
+        before_gelu: Array | None,
+    ) -> _Plan:
         product, preference = ctypes.c_void_p(), ctypes.c_void_p()
         compute = self._compute.get(first.dtype, _COMPUTE_FLOAT32)
         _check(self._library.cublasLtMatmulDescCreate(ctypes.byref(product), compute, _FLOAT32))
         self._set_number(product, _TRANSPOSE_FIRST, ctypes.c_int32(first.transposed))
         self._set_number(product, _TRANSPOSE_SECOND, ctypes.c_int32(second.transposed))
-        pointer = ctypes.c_uint64(0 if bias is None else address(bias))
+        pointer, aux = (ctypes.c_uint64(0 if x is None else address(x)) for x in (bias, before_gelu))
+        self._set_number(product, _EPILOGUE, ctypes.c_uint32(epilogue))
         if bias is not None:
-            self._set_number(product, _EPILOGUE, ctypes.c_uint32(_EPILOGUE_BIAS))
             self._set_number(product, _BIAS_POINTER, pointer)
+        if before_gelu is not None:
+            self._set_number(product, _AUX_POINTER, aux)
+            self._set_number(product, _AUX_STRIDE, ctypes.c_int64(before_gelu.shape[1]))
         layouts = [self._layout(matrix) for matrix in (first, second, target)]
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
         in_output_type = _REDUCE_IN_OUTPUT_TYPE if target.dtype == "float32" else 0
@@ -156,7 +185,7 @@ class CublasLt:
         if not num_found.value:
             raise RuntimeError(f"cuBLASLt has no algorithm for {first}, {second} and {target}")
         first_at, second_at, target_at = (layout.value for layout in layouts)
-        return _Plan(product.value, first_at, second_at, target_at, algorithm, pointer)
+        return _Plan(product.value, first_at, second_at, target_at, algorithm, pointer, aux)
 
     def _layout(self, matrix: _Matrix) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
@@ -191,6 +220,7 @@ class _Plan(NamedTuple):
     target: Any
     algorithm: Any
     bias: Any
+    aux: Any
 
 
 def lines_up(x: Array) -> bool:

@@ -56,6 +56,30 @@ def linear(x: Array, w: Array, b: Array) -> Array:
     return y
 
 
+def linear_then_gelu(x: Array, w: Array, b: Array) -> tuple[Array, Array] | None:
+    """Return the GELU of x w + b, tanh form, and x w + b, in one product; None where cuBLASLt has none."""
+    n = w.shape[1]
+    if not (_bends(x, w) and address(b) % 16 == 0 and b.flags.c_contiguous):
+        return None
+    y, h = cp.empty((len(x), n), x.dtype), cp.empty((len(x), n), x.dtype)
+    _products(cp.cuda.Device().id)(_lined_up(x), _lined_up(w), y, bias=b, before_gelu=h)
+    return y, h
+
+
+def product_through_gelu(g: Array, w: Array, h: Array) -> Array | None:
+    """Return g w gelu'(h), tanh form, in one product; None where cuBLASLt has none."""
+    if not (_bends(g, w) and h.flags.c_contiguous and address(h) % 16 == 0):
+        return None
+    dh = cp.empty_like(h)
+    _products(cp.cuda.Device().id)(_lined_up(g), _lined_up(w), dh, before_gelu=h)
+    return dh
+
+
+def _bends(a: Array, b: Array) -> bool:
+    fast = a.itemsize == 2 or uses_tf32()
+    return bool(a.size and b.size and a.dtype == b.dtype and fast and b.shape[1] % 8 == 0)
+
+
 def _stacked(x: Array) -> Array:
     """Return a matrix itself, and a stack of any number of axes as one of one axis: a copy where it must be."""
     return x if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])

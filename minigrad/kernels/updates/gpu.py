@@ -36,7 +36,7 @@ def adamw(
     if any(x.dtype != np.float32 or not x.flags.c_contiguous for x in (w, g, m, v)) or not w.size:
         reference.adamw(w, g, m, v, beta1, beta2, rate, eps, keep)
         return
-    scalars = cp.asarray(np.array([0, 0, rate, eps, 1 - keep, 1, 0], np.float32))
+    scalars = cp.asarray(np.array([0, 0, rate, eps, 1 - keep, 1, 0, 1], np.float32))
     starts, kinds = cp.zeros(1, np.int64), cp.ones(1, np.uint8)
     _adamw(w, g, m, v, None, scalars, starts, kinds, beta1, beta2)
 
@@ -71,7 +71,7 @@ class AdamWStep:
         self._betas = betas
         self._constants = (*map(np.float32, (*betas, eps, weight_decay)),)
         self._max_norm = max_norm
-        self._scalars = cp.zeros(7, np.float32)  # `Scalars` in gpu.cu
+        self._scalars = cp.zeros(8, np.float32)  # `Scalars` in gpu.cu
         self._runs: dict[Any, tuple[Array, Array]] = {}
 
     def advance(self, lr: float, step: int) -> None:
