@@ -9,6 +9,8 @@ DEVICE ?= cpu
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PYTHON ?= python3
+# The default of RANKS is for CPUs.
+GPU_RANKS := $(if $(filter file,$(origin RANKS)),1,$(RANKS))
 # Of a benchmark: ROUNDS=1 for a quick look, which is not kept.
 ROUNDS ?=
 QUICK = $(if $(ROUNDS),--rounds $(ROUNDS))
@@ -113,8 +115,9 @@ test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PY
 	    echo "tests of GPU arrays between ranks, through NCCL on 2 GPUs"; \
 	    $(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(GPU_PYTHON) -m pytest -p no:cacheprovider -m "mpi and gpu" --nccl tests; }
 
-bench-gpu:  ## a training step on one GPU beside PyTorch, with a Python that has CuPy and PyTorch: GPU_PYTHON=python3
-	$(GPU_PYTHON) benchmarks/gpu.py
+bench-gpu:  ## a training step on one GPU, or with RANKS=2 on two, beside PyTorch, with a Python that has both: GPU_PYTHON=python3
+	$(if $(filter 1,$(GPU_RANKS)),$(GPU_PYTHON) benchmarks/gpu.py,$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_ddp.py)
+	$(if $(filter 1,$(GPU_RANKS)),CUPY_TF32=1 $(GPU_PYTHON) benchmarks/gpu.py)
 
 bench-generation: $(PEERS)  ## tokens a second that a GPT writes, beside PyTorch; takes 2 minutes
 	$(PY) benchmarks/generation.py $(QUICK)

@@ -7,6 +7,8 @@ minigrad trains its own GPT class through its tape, in bfloat16 with float32 mas
 the same model in bfloat16 autocast with fused AdamW, as it is and through torch.compile. Variants take turns, because a
 hot card slows down over minutes: a ratio is the median over neighbouring turns, with the 10% and 90% quantiles in
 brackets. Nobody clips. Loss curves are of the same model on the same text, in bfloat16 and in float32.
+
+With CUPY_TF32=1 both compute in float32 with products in TF32, and there are no loss curves.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ import numpy as np
 from engine import Line, ratio
 
 import minigrad as mg
-from minigrad.backend import gpu_name, to_device
+from minigrad.backend import gpu_name, to_device, uses_tf32
 from minigrad.cuda_graph import CapturedStep
 from minigrad.models import GPT, GPTConfig
 from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import use_precision
 
-RESULTS = Path(__file__).parent / "results" / "gpu.txt"
+RESULTS = Path(__file__).parent / "results"
 LEARNING_RATE = 3e-4
 SIZES: dict[str, tuple[int, dict[str, int]]] = {  # batch, and the model
     "gpt2": (8, {"vocab_size": 50304, "context": 1024, "num_layers": 12, "num_heads": 12, "width": 768}),
@@ -39,6 +41,7 @@ SIZES: dict[str, tuple[int, dict[str, int]]] = {  # batch, and the model
     "nano-cpu": (12, {"vocab_size": 65, "context": 64, "num_layers": 4, "num_heads": 4, "width": 128}),
 }
 SPEED_TARGETS = {"gpt2": 1.25, "baby": 2.0, "nano-cpu": 10.0}  # times the tokens/s of PyTorch's best
+TF32_SPEED_TARGET = 1.0
 MEMORY_TARGET_GIB = 7.0  # of gpt2
 LOSS_TARGET_NATS = 0.01
 TURN_SECONDS = 0.5
@@ -85,7 +88,7 @@ def torch_steps(size: str) -> dict[str, Step]:
 
         def step() -> Any:
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16, enabled=not uses_tf32()):
                 loss = loss_of(x, y)
             loss.backward()
             optimizer.step()
@@ -107,7 +110,7 @@ def seconds_a_step(step: Step, num_steps: int) -> float:
 
 def speed(size: str, num_rounds: int, *, peers: bool) -> Iterator[Line]:
     """Time a training step of each variant, in turn."""
-    ours = Ours(size)
+    ours = Ours(size, "float32" if uses_tf32() else "bfloat16")
     host = random_tokens(size)
     x, y = map(to_device, host)
     steps: dict[str, Step] = {"minigrad, graph": lambda: ours.graph(x, y), "minigrad, eager": lambda: ours.step(x, y)}
@@ -129,12 +132,17 @@ def speed(size: str, num_rounds: int, *, peers: bool) -> Iterator[Line]:
         yield Line(f"{size}, a step: {name}", 1e3 * median(values), "ms")
         yield Line(f"{size}, thousand tokens/s: {name}", tokens / median(values) / 1e3, "k")
     yield Line(f"{size}: launches of the graph", ours.graph.num_launches, "")
-    target = MEMORY_TARGET_GIB if size == "gpt2" else None
+    target = MEMORY_TARGET_GIB if size == "gpt2" and not uses_tf32() else None
     yield Line(f"{size}: memory of the card, minigrad", peak_gib, "GiB", target)
     if peers:
         rival = min((name for name in steps if "PyTorch" in name), key=lambda name: median(seconds[name]))
         what = f"{size}: minigrad's time / {rival}"
-        yield ratio(what, seconds["minigrad, graph"], seconds[rival], 1 / SPEED_TARGETS[size])
+        yield ratio(
+            what,
+            seconds["minigrad, graph"],
+            seconds[rival],
+            1 / (TF32_SPEED_TARGET if uses_tf32() else SPEED_TARGETS[size]),
+        )
 
 
 def losses(precision: str, num_steps: int) -> float:
@@ -182,6 +190,8 @@ def main() -> None:
 
         head += f", PyTorch {torch.__version__}"
     lines = [head]
+    if uses_tf32():
+        head += ", TF32"
     print(head, flush=True)
 
     def report(found: Iterator[Line]) -> None:
@@ -192,10 +202,10 @@ def main() -> None:
     for size in args.sizes:
         report(speed(size, args.rounds, peers=not args.no_peers))
         cp.get_default_memory_pool().free_all_blocks()
-    if args.loss_steps:
+    if args.loss_steps and not uses_tf32():
         report(curves(args.loss_steps))
     if len(sys.argv) == 1:  # only what the command makes by default is kept
-        RESULTS.write_text("\n".join(lines) + "\n")
+        (RESULTS / ("gpu_tf32.txt" if uses_tf32() else "gpu.txt")).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
