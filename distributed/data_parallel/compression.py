@@ -21,6 +21,7 @@ from distributed.comm.communicator import Array, Communicator
 from distributed.comm.sequence import MessageSteps, Turn
 from distributed.data_parallel.feedback import FeedbackHook, own_buffer
 from minigrad.backend import xp_of
+from minigrad.extras import needs
 from minigrad.flat import FlatRange
 from minigrad.nn import Buffer
 
@@ -92,6 +93,9 @@ class ErrorFeedback(FeedbackHook):
 
 
 def _narrow_dtype(name: str) -> Any:
-    import ml_dtypes
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(needs(name, "ml_dtypes", "bfloat16")) from error
 
     return getattr(ml_dtypes, name)
