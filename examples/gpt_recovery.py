@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument(
         "--heal", choices=[how.value for how in Heal], default="replace", help="what becomes of the dead"
     )
-    for name, default in {"steps": 600, "batch": 48, "layers": 4, "width": 64, "context": 64}.items():
+    for name, default in {"spares": 0, "steps": 600, "batch": 48, "layers": 4, "width": 64, "context": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     settings = parser.parse_args()
     train, _ = split(load_tokens(None), context=settings.context)
@@ -57,7 +57,8 @@ def main() -> None:
 
     comm = world(survive=True, deterministic=True)
     print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
-    for attempt in recovering(comm, build, num_steps=settings.steps, heal=Heal(settings.heal)):
+    heal = Heal(settings.heal)
+    for attempt in recovering(comm, build, num_steps=settings.steps, heal=heal, num_spares=settings.spares):
         if attempt.recovery is not None and attempt.comm.rank == 0:
             print(attempt.recovery, flush=True)
         with attempt as training:
