@@ -378,5 +378,5 @@ class Communicator(ABC):
 
     def _check_message(self, call: str, name: str, rank: int, tag: int) -> None:
         self._check_rank(call, name, rank)
-        if not 0 <= tag <= self.max_tag:
+        if not (0 <= tag <= PORTABLE_MAX_TAG or 0 <= tag <= self.max_tag):
             raise ValueError(f"{call} needs a tag in 0..{self.max_tag}, got {tag}")

@@ -90,7 +90,7 @@ class PointToPoint:
     def receive(self, receive: Action) -> Bundle:
         """Block until a posted message is there. A bundle of gradients is empty where none comes back."""
         posted = self._posted.pop(receive)
-        with self.comm.waiting_for(f"{receive} of a pipeline"):
+        with self.comm.waiting_for(lambda: f"{receive} of a pipeline"):
             if posted is None:
                 posted = self._post_data(receive, self._told(receive))
             spec, works = posted
