@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass, fields
 from itertools import product
 
 from pipeline.schedules.held import Measured
+from pipeline.schedules.per_stage import PerStage
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.reductions import Reductions, end_of_step, hidden_share, reduce_beside
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.search import PLACEMENTS, search_placements
-from pipeline.schedules.simulate import Time, Timeline, link_of_host, simulate
+from pipeline.schedules.simulate import Timeline, link_of_host, simulate
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Work:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     latency: float = 0.0
-    message_bytes: Time = 0.0
+    message_bytes: PerStage = 0.0
     bandwidth: float = math.inf
     ranks_per_host: int = 0
     activations: float = 1.0
@@ -160,9 +161,9 @@ def searched(
         num_chunks, rank_of = PLACEMENTS[placement]
         num_stages = num_chunks * num_ranks
         sizes = work.message_bytes if isinstance(work.message_bytes, Sequence) else [work.message_bytes] * num_stages
-        kept: Time = work.activations / num_chunks
-        later: Time = work.deferred / num_chunks
-        room: Time = work.memory - work.static
+        kept: PerStage = work.activations / num_chunks
+        later: PerStage = work.deferred / num_chunks
+        room: PerStage = work.memory - work.static
         if work.measured is not None:
             stages = work.measured.stages_of(num_stages)
             kept, later = [s.activations for s in stages], [s.deferred for s in stages]

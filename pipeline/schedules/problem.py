@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.schedules.action import Action, Placement
+from pipeline.schedules.per_stage import PerStage, each
 from pipeline.schedules.simulate import Timeline, simulate
-
-Number = float | Sequence[float]
-"""One number for all, or one for each."""
 
 ROUNDING = 1e-9  # of a limit: sums of memory are compared with a little room
 
@@ -50,13 +48,13 @@ class Problem:
         num_microbatches: int,
         rank_of: Placement,
         num_stages: int,
-        forward: Number = 1.0,
-        backward_input: Number = 1.0,
-        backward_weight: Number = 1.0,
-        latency: Number = 0.0,
-        activations: Number = 1.0,
-        deferred: Number = 0.0,
-        limit: Number = math.inf,
+        forward: PerStage = 1.0,
+        backward_input: PerStage = 1.0,
+        backward_weight: PerStage = 1.0,
+        latency: PerStage = 0.0,
+        activations: PerStage = 1.0,
+        deferred: PerStage = 0.0,
+        limit: PerStage = math.inf,
     ) -> Problem:
         """Make a problem from one number for all stages, or boundaries, or ranks, or from one for each.
 
@@ -72,18 +70,18 @@ class Problem:
         owners = [rank_of(stage, num_ranks) for stage in range(num_stages)]
         if sorted(set(owners)) != list(range(num_ranks)):
             raise ValueError(f"every one of {num_ranks} ranks needs a stage, got stages on ranks {owners}")
-        delays = _each("latency", latency, num_stages - 1, "boundaries")
+        delays = each("latency", latency, num_stages - 1, "boundaries")
         problem = cls(
             num_ranks,
             num_microbatches,
             rank_of,
-            _each("forward", forward, num_stages, "stages", positive=True),
-            _each("backward_input", backward_input, num_stages, "stages", positive=True),
-            _each("backward_weight", backward_weight, num_stages, "stages", positive=True),
+            each("forward", forward, num_stages, "stages", positive=True),
+            each("backward_input", backward_input, num_stages, "stages", positive=True),
+            each("backward_weight", backward_weight, num_stages, "stages", positive=True),
             tuple(delay if owners[s] != owners[s + 1] else 0.0 for s, delay in enumerate(delays)),
-            _each("activations", activations, num_stages, "stages"),
-            _each("deferred", deferred, num_stages, "stages"),
-            _each("limit", limit, num_ranks, "ranks", positive=True, infinite=True),
+            each("activations", activations, num_stages, "stages"),
+            each("deferred", deferred, num_stages, "stages"),
+            each("limit", limit, num_ranks, "ranks", positive=True, infinite=True),
         )
         for rank, stages in enumerate(problem.stages_of_rank):
             least = sum(max(problem.activations[s], problem.deferred[s]) for s in stages)
@@ -127,16 +125,3 @@ class Problem:
         """Tell whether no rank holds more than it may."""
         peaks = self.peaks(timeline)
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limit, strict=True))
-
-
-def _each(
-    name: str, value: Number, count: int, of_what: str, *, positive: bool = False, infinite: bool = False
-) -> tuple[float, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * count
-    if len(values) != count:
-        raise ValueError(f"{name} must be one number or one for each of {count} {of_what}, got {len(values)} numbers")
-    for number in values:
-        if not (number > 0 or (number == 0 and not positive)) or (number == math.inf and not infinite):
-            least = "above 0" if positive else "at least 0"
-            raise ValueError(f"{name} must be {least}{'' if infinite else ' and finite'}, got {number}")
-    return values

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.schedules.action import Kind
-from pipeline.schedules.simulate import Time, Timed, Timeline
+from pipeline.schedules.per_stage import PerStage
+from pipeline.schedules.simulate import Timed, Timeline
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Reductions:
         bandwidth: bytes that are reduced in a unit of time.
     """
 
-    gradient_bytes: Time
+    gradient_bytes: PerStage
     bucket_bytes: float = math.inf
     latency: float = 0.0
     bandwidth: float = math.inf

@@ -15,9 +15,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from pipeline.schedules.action import Action, Kind, ScheduleError
-
-Time = float | Sequence[float]
-"""One number for every stage, or one for each."""
+from pipeline.schedules.per_stage import PerStage, each
 
 LinkOf = Callable[[int, int], Hashable]
 """`link_of(source, dest)`: what the messages from one rank to another go through; None where nothing is shared."""
@@ -117,7 +115,7 @@ class Timeline:
                 peaks[stage] = max(peaks.get(stage, 0), peak)
         return [peaks[stage] for stage in sorted(peaks)]
 
-    def peak_memory(self, activations: Time, deferred: Time) -> list[float]:
+    def peak_memory(self, activations: PerStage, deferred: PerStage) -> list[float]:
         """Return the most that each rank holds at a time.
 
         Args:
@@ -127,7 +125,7 @@ class Timeline:
         return [_peak(row, activations, deferred) for row in self.rows]
 
 
-def _peak(row: Sequence[Timed], activations: Time = 1, deferred: Time = 0) -> float:
+def _peak(row: Sequence[Timed], activations: PerStage = 1, deferred: PerStage = 0) -> float:
     def change(part: Action) -> float:
         kept, later = (x[part.stage] if isinstance(x, Sequence) else x for x in (activations, deferred))
         return {Kind.F: kept, Kind.B: later - kept, Kind.W: -later}[part.kind]
@@ -173,11 +171,11 @@ def simulate(
     orders: Sequence[Sequence[Action]],
     *,
     num_stages: int,
-    forward: Time = 1.0,
-    backward_input: Time = 1.0,
-    backward_weight: Time = 1.0,
+    forward: PerStage = 1.0,
+    backward_input: PerStage = 1.0,
+    backward_weight: PerStage = 1.0,
     latency: float = 0.0,
-    message_bytes: Time = 0.0,
+    message_bytes: PerStage = 0.0,
     bandwidth: float = math.inf,
     link_of: LinkOf | None = None,
 ) -> Timeline:
@@ -205,14 +203,14 @@ def simulate(
     if not bandwidth > 0:
         raise ValueError(f"bandwidth must be positive, got {bandwidth}")
     times = {
-        kind: _each(name, time, num_stages, "stages", zero=False)
+        kind: each(name, time, num_stages, "stages", positive=True)
         for kind, name, time in (
             (Kind.F, "forward", forward),
             (Kind.B, "backward_input", backward_input),
             (Kind.W, "backward_weight", backward_weight),
         )
     }
-    sizes = _each("message_bytes", message_bytes, num_stages - 1, "boundaries", zero=True)
+    sizes = each("message_bytes", message_bytes, num_stages - 1, "boundaries")
     clock = _Clock(orders, num_stages, times, latency, [size / bandwidth for size in sizes], link_of)
     return Timeline(clock.run())
 
@@ -288,12 +286,3 @@ class _Clock:
             self._link_free[link] = begin + transfer
         self._there[dest, departure.carries] = begin + (self._latency + transfer)
         return [dest]
-
-
-def _each(name: str, value: Time, count: int, of_what: str, *, zero: bool) -> Sequence[float]:
-    values = value if isinstance(value, Sequence) else [value] * count
-    if len(values) != count:
-        raise ValueError(f"{name} must be one number or one for each of {count} {of_what}, got {len(values)} numbers")
-    if not all((number > 0 or (zero and number == 0)) and number < math.inf for number in values):
-        raise ValueError(f"{name} must be {'at least 0' if zero else 'positive'} and finite, got {value}")
-    return values
