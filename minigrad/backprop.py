@@ -51,7 +51,9 @@ def backward_with_hooks(
 
     `hooks` come first, then the ones given by keyword. An exception in a hook reaches the caller.
     """
-    backward_with_grad(loss, hooks=(hooks or Hooks()) + Hooks(on_start, on_grad_ready, between_ops))
+    if on_start or on_grad_ready or between_ops:
+        hooks = (hooks or Hooks()) + Hooks(on_start, on_grad_ready, between_ops)
+    backward_with_grad(loss, hooks=hooks)
 
 
 def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None = None) -> None:

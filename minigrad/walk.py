@@ -16,7 +16,7 @@ from minigrad.backend import Array
 from minigrad.halves import DeferredGrads, defer_weights
 from minigrad.hooks import Hooks
 from minigrad.kernels import kernels_of
-from minigrad.mode import OpHook, current_hook, enable_grad
+from minigrad.mode import OpHook, current_mode, enable_grad
 from minigrad.op_hooks import progressing
 from minigrad.parameter import Parameter
 from minigrad.tape import (
@@ -58,7 +58,7 @@ def walk(
         if hooks.on_start is not None:
             hooks.on_start(tuple(pending))
     versions |= _versions(nodes, leaves)
-    on_grad_ready, between_ops, op_hook = hooks.on_grad_ready, hooks.between_ops, current_hook()
+    on_grad_ready, between_ops, op_hook = hooks.on_grad_ready, hooks.between_ops, current_mode.get().hook
     newest_change = _newest(versions)
     owned: set[Node] = set()  # nodes whose cotangent is an array that this walk made, so that it may add in place
     left = list(reversed(nodes))  # the next one is at the end
@@ -180,7 +180,9 @@ def _replay(
 
 def _versions(nodes: Iterable[Node], leaves: Iterable[Tensor]) -> set[Version]:
     """Return the versions of the memory outside a tape that its vjps may read: of leaves and of constants."""
-    return {version for node in nodes for version in node.versions}.union([leaf.version for leaf in leaves])
+    return {version for node in nodes for version in node.versions}.union(
+        [leaf._version or leaf.version for leaf in leaves]
+    )
 
 
 def _newest(versions: set[Version]) -> int:

@@ -18,13 +18,17 @@ import numpy as np
 
 from distributed.comm.progress import Steps
 from distributed.comm.reduction import ReduceOp
-from distributed.comm.transfer import describe_array
 from distributed.comm.work import Array
 
 # A call is a line of a user's own, which may lie some calls of these packages above the communicator's.
 _OWN_PACKAGES = ("distributed", "pipeline", "minigrad")
 _COMM_PACKAGE = __name__.rpartition(".")[0] + "."
 _WHAT_BYTES, _WHERE_BYTES = 160, 224  # of a row that ranks exchange: what must be equal, and from where
+
+
+def describe_array(array: Array) -> str:
+    """Describe an array in an error: `float32[3, 4]`."""
+    return f"{array.dtype}{list(array.shape)}"
 
 
 class Call(NamedTuple):
@@ -86,6 +90,12 @@ def describe_mismatch(number: int, calls: Mapping[int, tuple[str, str]], label: 
                 f"rank {first} calls {first_what} ({first_where}) and rank {rank} calls {what} ({where})"
             )
     return None
+
+
+def join_call(calls: dict[int, tuple[str, str]], number: int, rank: int, call: Call, label: str) -> str | None:
+    """Add a rank's call to those at one number of a communicator; say which two differ, if two do."""
+    calls[rank] = str(call), call_site()
+    return describe_mismatch(number, calls, label)
 
 
 class CallCheck:

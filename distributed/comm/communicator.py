@@ -2,8 +2,8 @@
 
 `Communicator` is a group of ranks with collectives and point-to-point messages, named after MPI. Everything that
 moves an array returns a `Work` and does not block; blocking is `.wait()`. The public methods check their arguments
-once, here, before anything is sent, and hand them to `transfer`, which finds the way; a subclass supplies the methods
-that start with an underscore.
+once, here, before anything is sent; what is not plain they hand to `transfer`, which finds the way. A subclass supplies
+the methods that start with an underscore.
 
 Rules that hold for every subclass: all ranks call collectives in the same order; an array handed over must not be
 touched until its Work is complete; the communicator itself keeps unfinished Work and its arrays alive, so dropping a
@@ -24,13 +24,14 @@ import numpy as np
 from distributed.comm.failure import Heal
 from distributed.comm.reduction import ReduceOp, check_reducible
 from distributed.comm.sequence import MessageSteps, SequenceWork
-from distributed.comm.transfer import carry, carry_rows, check_array
+from distributed.comm.transfer import MAX_MESSAGE_BYTES, carry, carry_rows, check_array
 from distributed.comm.work import Array, Work
 from minigrad.backend import synchronize, xp_of
 
 # Every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise.
 PORTABLE_MAX_TAG = 32767
 MAX_MESSAGE_ELEMENTS = 2**31 - 1  # MPI counts in C ints
+_REDUCIBLE = frozenset(map(np.dtype, ("float32", "float64", "int64", "uint8")))  # native; others get a closer look
 
 WaitContext = str | Callable[[], str]
 
@@ -84,6 +85,8 @@ class Communicator(ABC):
             ValueError: root is no rank, or `array` is not contiguous or not writeable.
         """
         self._check_rank("broadcast", "root", root)
+        if self._is_plain(array):
+            return self._broadcast(array, root)
         check_array("broadcast", array, written=True)
         return carry(self, "broadcast", array, lambda part: self._broadcast(part, root))
 
@@ -103,6 +106,8 @@ class Communicator(ABC):
             ValueError: `array` is not contiguous or not writeable.
         Cost: 2 (size - 1) / size * array.nbytes sent per rank (ring).
         """
+        if self._is_plain(array, op=op):
+            return self._allreduce(array, op)
         check_array("allreduce", array, written=True)
         check_reducible("allreduce", array.dtype, op)
         return carry(self, "allreduce", array, lambda part: self._allreduce(part, op))
@@ -123,6 +128,8 @@ class Communicator(ABC):
         Cost: (size - 1) / size * flat.nbytes sent per rank (ring).
         Source: MPI 4.1, section 6.10; Rajbhandari et al. 2020 (ZeRO), section 5.
         """
+        if self._is_plain(flat, op=op) and flat.ndim == 1 and flat.size % self.size == 0:
+            return self._reduce_scatter(flat, op)
         check_array("reduce_scatter", flat, written=True)
         check_reducible("reduce_scatter", flat.dtype, op)
         if flat.ndim != 1 or flat.size % self.size:
@@ -151,6 +158,8 @@ class Communicator(ABC):
             ValueError: `array` is not contiguous.
         Cost: (size - 1) * array.nbytes received per rank.
         """
+        if self._is_plain(array, written=False):
+            return self._allgather(array)
         check_array("allgather", array, written=False)
         return carry_rows(
             self,
@@ -251,6 +260,8 @@ class Communicator(ABC):
             ValueError: dest is no rank, tag is not in 0..max_tag, or `array` is not contiguous.
         """
         self._check_message("isend", "dest", dest, tag)
+        if self._is_plain(array, written=False):
+            return self._isend(array, dest, tag)
         check_array("isend", array, written=False)
         return carry(self, "isend", array, lambda part: self._isend(part, dest, tag), written=False)
 
@@ -263,6 +274,8 @@ class Communicator(ABC):
             ValueError: source is no rank, tag is not in 0..max_tag, or `array` is not contiguous or not writeable.
         """
         self._check_message("irecv", "source", source, tag)
+        if self._is_plain(array):
+            return self._irecv(array, source, tag)
         check_array("irecv", array, written=True)
         return carry(self, "irecv", array, lambda part: self._irecv(part, source, tag))
 
@@ -371,6 +384,22 @@ class Communicator(ABC):
         """Say in whose name this communicator waits, for the end of an error message."""
         contexts = [what if isinstance(what, str) else what() for what in self._wait_contexts]
         return "".join(f", for {context}" for context in contexts)
+
+    def _is_plain(self, array: Array, *, written: bool = True, op: ReduceOp | None = None) -> bool:
+        """Return whether an array passes all checks and goes in one message as it is, as nearly all do: one look.
+
+        Args:
+            written: whether it is written into.
+            op: what reduces it, if anything does.
+        """
+        return (
+            type(array) is np.ndarray
+            and array.flags.c_contiguous
+            and (array.flags.writeable or not written)
+            and array.size <= self.max_message_elements
+            and array.nbytes <= MAX_MESSAGE_BYTES
+            and (not array.dtype.hasobject if op is None else array.dtype in _REDUCIBLE and op is not ReduceOp.MEAN)
+        )
 
     def _check_rank(self, call: str, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:

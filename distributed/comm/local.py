@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distributed.comm.calls import Call, call_site, describe_mismatch
+from distributed.comm.calls import Call, join_call
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
 from distributed.comm.failure import Heal
 from distributed.comm.local_job import Ended, Family, Job, Killed
@@ -174,12 +174,12 @@ class _LocalWork(Work):
                     self._result = self._land()
                     self._complete = True
                 else:
-                    self._job.check()
                     self._family.check()
             return self._complete
 
     def wait(self) -> Any:
-        self._job.wait_until(self.test, self._rank, self._what)
+        if not self.test():
+            self._job.wait_until(self.test, self._rank, self._what)
         return self._result
 
 
@@ -278,15 +278,13 @@ class LocalCommunicator(Communicator):
         self, call: Call, contribution: Any, combine: Callable[[list[Any]], Any], land: Callable[[Any], Any]
     ) -> _LocalWork:
         """Join the next collective; the last rank to join combines, each rank lands the result for itself."""
-        self._job.count_call(self._space.members[self.rank])
-        number, where = next(self._num_collectives), call_site()
+        number = next(self._num_collectives)
         with self._job.changed:
-            self._job.check()
-            self._space.family.check()
+            self._space.family.begin_call(self._space.members[self.rank])
             collective = self._space.collectives.setdefault(number, _Collective())
-            collective.calls[self.rank] = str(call), where
-            if collective.mismatch is None:
-                collective.mismatch = describe_mismatch(number, collective.calls, self._space.label)
+            mismatch = join_call(collective.calls, number, self.rank, call, self._space.label)
+            if collective.mismatch is None and mismatch is not None:
+                collective.mismatch = mismatch
                 self._job.changed.notify_all()
             collective.check()
             collective.contributions[self.rank] = contribution
@@ -326,10 +324,8 @@ class LocalCommunicator(Communicator):
 
     def _message(self, key: tuple[int, int, int, int], *, data: Array | None = None, posted: bool = False) -> _Message:
         """Add this rank's half of a message; where both halves are there, the data is taken from the sender."""
-        self._job.count_call(self._space.members[self.rank])
         with self._job.changed:
-            self._job.check()
-            self._space.family.check()
+            self._space.family.begin_call(self._space.members[self.rank])
             message = self._space.messages.setdefault(key, _Message())
             message.data = message.data if data is None else data
             message.posted = message.posted or posted

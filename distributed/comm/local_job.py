@@ -149,8 +149,14 @@ class Family:
         self._next: Family | None = None
         job.add(self)
 
+    def begin_call(self, rank: int) -> None:
+        """Let a rank begin a call of a communicator, or die in it, or learn that it cannot be completed."""
+        self._job.count_call(rank)
+        self.check()
+
     def check(self) -> None:
-        """Raise RankFailure if a rank is dead."""
+        """End the calling rank if another one has failed; raise RankFailure if one is dead."""
+        self._job.check()
         if self.dead:
             raise RankFailure(self.members.index(rank) for rank in self.dead)
 

@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from distributed.comm.abort import JobEnd
-from distributed.comm.calls import Call, CallCheck, call_site
+from distributed.comm.calls import Call, CallCheck, call_site, describe_array
 from distributed.comm.communicator import Communicator
 from distributed.comm.failure import Heal, RankFailure
 from distributed.comm.mpi_family import MPIFamily, check_ulfm, join
@@ -42,7 +42,7 @@ from distributed.comm.shared_memory import (
     new_shared_file,
 )
 from distributed.comm.topology import short_name
-from distributed.comm.transfer import as_bytes, describe_array, message_size_error
+from distributed.comm.transfer import as_bytes, message_size_error
 from distributed.comm.work import Array, Work
 
 _GPU_CALLS = ("broadcast", "allreduce", "isend", "irecv")  # those that work in place, with nothing of ours in between

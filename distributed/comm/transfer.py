@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from distributed.comm.calls import describe_array
 from distributed.comm.work import Array, JoinedWork, Work
 from minigrad.backend import xp_of
 
-_MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts in C ints, which may count bytes, whatever the dtype
+MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts in C ints, which may count bytes, whatever the dtype
 
 
 class Carrier(Protocol):
@@ -51,11 +52,6 @@ def as_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def describe_array(array: Array) -> str:
-    """Describe an array in an error: `float32[3, 4]`."""
-    return f"{array.dtype}{list(array.shape)}"
-
-
 def unpack(message: Array, array: Array, *, source: int, tag: int) -> Array:
     """Copy the bytes of a received message into `array`, which must be of its size."""
     if message.nbytes != array.nbytes:
@@ -74,7 +70,7 @@ def message_size_error(array: Array, *, source: int, tag: int, longer: bool) -> 
 
 def longest_message(carrier: Carrier, array: Array) -> int:
     """Return how many elements of `array` may go in one message."""
-    return min(carrier.max_message_elements, _MAX_MESSAGE_BYTES // max(array.itemsize, 1))
+    return min(carrier.max_message_elements, MAX_MESSAGE_BYTES // max(array.itemsize, 1))
 
 
 def carry(carrier: Carrier, call: str, array: Array, start: Callable[[Array], Work], *, written: bool = True) -> Work:
@@ -86,8 +82,6 @@ def carry(carrier: Carrier, call: str, array: Array, start: Callable[[Array], Wo
         start: starts it on a part.
         written: whether it changes `array`.
     """
-    if type(array) is np.ndarray and array.size <= carrier.max_message_elements and array.nbytes <= _MAX_MESSAGE_BYTES:
-        return start(array)  # as nearly all go
     direct, longest = _goes_directly(carrier, call, array), longest_message(carrier, array)
     if direct and array.size <= longest:
         return start(array)

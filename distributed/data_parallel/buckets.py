@@ -13,6 +13,7 @@ optimizer that steps with it. `reduction.py` chooses among them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
 from minigrad.optim import Optimizer, Rule, is_matrix, scale_to_norm
 from minigrad.parameter import Hold, Parameter, check_resettable
+
+THE_VERDICT = "which parameters the other ranks reached"  # what a rank waits for once all buckets are there
 
 
 class GradientBucketManager:
@@ -49,6 +52,7 @@ class GradientBucketManager:
         recorder: notes when a bucket is under way.
 
     Attributes:
+        under_way: a backward has begun, and neither `wait` nor `cancel` has ended it.
         unused: names of parameters that require grad and that no rank's backward reached, as of the last `wait`.
 
     Raises:
@@ -75,8 +79,9 @@ class GradientBucketManager:
         self._by_name = {p.name: p for p in self.params}
         self.recorder = Recorder() if recorder is None else recorder
         self._comm_hook = self.recorder.comm_hook(comm_hook)
+        self.unused: list[str] = []
         self._verdict = Verdict(self.params, comm)
-        self._under_way = False
+        self.under_way = False
         self._num_launched = 0
         self._share = 1.0
         self._unreduced = UNREDUCED if comm.size > 1 else None  # one rank has nobody to drift away from
@@ -97,15 +102,6 @@ class GradientBucketManager:
         return sum(
             bucket.range.flat.grad.itemsize * (bucket.range.stop - bucket.range.start) for bucket in self.buckets
         )
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a backward has begun and neither `wait` nor `cancel` has ended it."""
-        return self._under_way
-
-    @property
-    def unused(self) -> list[str]:
-        return self._verdict.unused
 
     @property
     def num_launched(self) -> int:
@@ -134,7 +130,7 @@ class GradientBucketManager:
             RuntimeError: the last reduction was not waited for.
         """
         self.check_idle()
-        self._begin(share)
+        self._begin(share, [True] * len(self.params))
 
     def start(self, reached: Sequence[Parameter], share: float | None = None) -> None:
         """Begin a backward that will reach these parameters; the others are ready at once, as zeros without a grad.
@@ -150,21 +146,21 @@ class GradientBucketManager:
                 raise ValueError(self._message(rule))
             if p.hold is not None and not p.hold.open:
                 p.refuse_grad("backward into")
-        self._begin(share)
         used = set(reached)
-        self._verdict.reset([p in used or self._was_reached(p) for p in self.params])
+        self._begin(share, [p in used or self._was_reached(p) for p in self.params])
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         self._launch_complete()
 
-    def _begin(self, share: float | None) -> None:
+    def _begin(self, share: float | None, reached: Sequence[bool]) -> None:
+        """Expect the gradients; `reached` says of each parameter whether this rank adds to it, or has."""
         for bucket in self.buckets:
             bucket.pending = set(bucket.range.params)
             bucket.work, bucket.is_landed = None, False
         self._share = 1 / self.comm.size if share is None else share
-        self._verdict.reset([True] * len(self.params))
+        self._verdict.reset(reached)
         self._num_launched = 0
-        self._under_way = True
+        self.under_way = True
 
     def mark_ready(self, param: Parameter | str) -> None:
         """Note that a gradient is final; launch what is complete and next in line.
@@ -174,7 +170,7 @@ class GradientBucketManager:
             KeyError: no such parameter.
         """
         p = self._by_name[param] if isinstance(param, str) else param
-        if not self._under_way:
+        if not self.under_way:
             raise RuntimeError(self._message(f"on_grad_ready({p.name!r}) outside a backward; call reset() first"))
         pending = self._bucket_of[p].pending
         if p not in pending:
@@ -190,20 +186,22 @@ class GradientBucketManager:
             RuntimeError: nothing is being reduced, or a gradient was never marked ready, or another rank gave this
                 backward up by `cancel`: then it is given up here too.
         """
-        if not self._under_way:
+        if not self.under_way:
             raise RuntimeError(self._message("wait() without a reduction; run a backward with the hooks first"))
         if self._num_launched < self.num_buckets:
             rule = "wait() before every gradient was ready; after an exception in the backward call cancel() instead"
             raise RuntimeError(self._message(rule))
-        self._wait_for_step()
-        if self._verdict.is_given_up:
+        unused = self._wait_for_step()
+        if unused is None:
             self._drop()
             rule = "the backward of another rank ended with an exception: this step's gradients are dropped"
             raise RuntimeError(self._message(f"{rule} on all ranks, which can go on with the next one"))
         for p in self.params:
             p.hold = self._final_hold(p)
-        self._under_way = False
-        self._verdict.report_unused()
+        self.under_way = False
+        if unused and unused != self.unused:
+            warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)
+        self.unused = unused
 
     def fail(self) -> None:
         """Note that an exception has ended the backward: a hook, `on_error`.
@@ -213,7 +211,7 @@ class GradientBucketManager:
         """
         if self.comm.size == 1:
             self._drop()
-        elif (self._under_way and self._num_launched < self.num_buckets) or self._has_unreduced():
+        elif (self.under_way and self._num_launched < self.num_buckets) or self._has_unreduced():
             for p in self.params:
                 p.hold = BROKEN
 
@@ -227,7 +225,7 @@ class GradientBucketManager:
         Raises:
             RuntimeError: on several ranks, `wait` has begun: the others may take this step.
         """
-        if self._under_way and self.comm.size > 1:
+        if self.under_way and self.comm.size > 1:
             if self._verdict.is_sent and not self._verdict.is_given_up:
                 raise RuntimeError(
                     self._message("cancel() inside wait(): other ranks may take this step; wait() again")
@@ -237,7 +235,7 @@ class GradientBucketManager:
             self._launch_complete()
             self._verdict.give_up()
             self._wait_for_all()
-        if self._under_way or any(p.hold is BROKEN for p in self.params):
+        if self.under_way or any(p.hold is BROKEN for p in self.params):
             self._drop()
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
@@ -262,27 +260,33 @@ class GradientBucketManager:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if a backward is under way."""
-        if self._under_way:
+        if self.under_way:
             rule = "a new backward before the last one was reduced to the end; call wait()"
             raise RuntimeError(self._message(f"{rule}, or after an exception cancel()"))
 
-    def _wait_for_all(self) -> None:
-        """Block until every bucket is there, and the ranks' verdict on this step."""
+    def _wait_for_all(self) -> list[str] | None:
+        """Block until every bucket is there, and the ranks' verdict on this step: see `Verdict.wait`."""
         self._verdict.send()
-        for bucket in self.buckets:
-            with self.comm.waiting_for(
-                f"bucket {bucket.number} of {self.num_buckets}, {bucket.range.params[0].name} ..."
-            ):
-                self.settle(bucket)
-        self._verdict.wait()
+        awaited: Bucket | None = None
 
-    def _wait_for_step(self) -> None:
-        """Block until this step can be taken, or is given up, on all ranks."""
-        self._wait_for_all()
+        def what() -> str:
+            if awaited is None:
+                return THE_VERDICT
+            return f"bucket {awaited.number} of {self.num_buckets}, {awaited.range.params[0].name} ..."
+
+        with self.comm.waiting_for(what):
+            for awaited in self.buckets:
+                self.settle(awaited)
+            awaited = None
+            return self._verdict.wait()
+
+    def _wait_for_step(self) -> list[str] | None:
+        """Block until this step can be taken, or is given up, on all ranks: see `Verdict.wait`."""
+        return self._wait_for_all()
 
     def _drop(self) -> None:
         """Forget the backward under way and what it left in the gradients."""
-        self._under_way = False
+        self.under_way = False
         for bucket in self.buckets:
             bucket.work, bucket.is_landed = None, False
         for p in self.params:

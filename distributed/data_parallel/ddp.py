@@ -233,15 +233,19 @@ class DistributedDataParallel:
         self.recorder.enter("wait", "buckets")
         try:
             self.buckets.wait()
-        finally:
+            if self._buffers != "own":
+                self.recorder.enter("wait", "buffers")
+                self.sync_buffers()
+        except BaseException:
             self.recorder.leave()
+            raise
+        finally:
             if began and not self.buckets.under_way:
                 self.is_awaited = False
-        if self._buffers != "own":
-            with self.recorder.span("wait", "buffers"):
-                self.sync_buffers()
         if self._is_whole_step:
             self.recorder.enter("compute", "optimizer")
+        else:
+            self.recorder.leave()
 
     @property
     def bucket_params(self) -> list[list[Parameter]]:

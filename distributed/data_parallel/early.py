@@ -21,7 +21,7 @@ from distributed.clipping import PartNorm
 from distributed.comm.communicator import Communicator
 from distributed.data_parallel.arrivals import Arrival, waiting_for_values
 from distributed.data_parallel.bucket import UNREDUCED, Bucket, BucketOptions
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets import THE_VERDICT, GradientBucketManager
 from minigrad.flat import TensorSlice
 from minigrad.optim import Optimizer, Rule, is_matrix
 from minigrad.parameter import Hold, Parameter, check_usable
@@ -75,10 +75,10 @@ class EarlyBuckets(GradientBucketManager):
         self.finish()
         super().reset(share)
 
-    def _wait_for_step(self) -> None:
-        self._verdict.wait()
-        if self._verdict.is_given_up:
-            self._wait_for_all()
+    def _wait_for_step(self) -> list[str] | None:
+        with self.comm.waiting_for(THE_VERDICT):
+            unused = self._verdict.wait()
+        return self._wait_for_all() if unused is None else unused
 
     def _land(self, bucket: Bucket) -> None:
         for p in bucket.range.params:

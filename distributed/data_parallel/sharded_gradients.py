@@ -5,7 +5,7 @@ Memory for the whole gradients of a bucket comes with the first contribution, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Unpack
 
 from distributed.comm.communicator import Array, Communicator, Work
@@ -54,9 +54,9 @@ class GradientShards(ShardedBuckets):
     def move_gradients(self) -> None:
         """Do nothing: memory for gradients comes and goes."""
 
-    def _begin(self, share: float | None) -> None:
+    def _begin(self, share: float | None, reached: Sequence[bool]) -> None:
         self._kept = {p for p in self.params if p.hold is KEPT}
-        super()._begin(share)
+        super()._begin(share, reached)
 
     def _launch(self, bucket: Bucket) -> Work:
         for other in self.buckets:  # memory that is done with can go

@@ -6,7 +6,6 @@ up; of all ranks the largest counts. It is the last message of a step: who has i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,18 +15,13 @@ from minigrad.parameter import Parameter
 
 
 class Verdict:
-    """The ranks' verdict on one step after the other.
-
-    Attributes:
-        unused: names of parameters that require grad and that no rank's backward reached, as of `report_unused`.
-    """
+    """The ranks' verdict on one step after the other."""
 
     def __init__(self, params: Sequence[Parameter], comm: Communicator) -> None:
         self._params = params
         self._comm = comm
         self._flags = np.zeros(len(params) + 1, np.uint8)  # of this rank; once they are there, of all
         self._work: Work | None = None
-        self.unused: list[str] = []
 
     @property
     def is_sent(self) -> bool:
@@ -53,16 +47,15 @@ class Verdict:
         if self._work is None:
             self._work = self._comm.allreduce(self._flags, op=ReduceOp.MAX)
 
-    def wait(self) -> None:
-        """Block until all ranks have said what they have to say. Collective."""
+    def wait(self) -> list[str] | None:
+        """Block until all ranks have said what they have to say. Collective.
+
+        Returns:
+            Names of the parameters that no rank's backward reached; None where a rank gave its backward up.
+        """
         self.send()
         assert self._work is not None
-        with self._comm.waiting_for("which parameters the other ranks reached"):
-            self._work.wait()  # in place
-
-    def report_unused(self) -> None:
-        """Note the parameters that no rank reached, and warn when they are others than the last time."""
-        unused = [p.name for p, flag in zip(self._params, self._flags[:-1], strict=True) if not flag]
-        if unused and unused != self.unused:
-            warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=4)
-        self.unused = unused
+        self._work.wait()  # in place
+        if self.is_given_up:
+            return None
+        return [p.name for p, flag in zip(self._params, self._flags[:-1], strict=True) if not flag]
