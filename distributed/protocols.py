@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
@@ -15,6 +15,15 @@ class HasTensors(Protocol):
     def parameters(self) -> Iterable[Parameter]: ...
 
     def buffers(self) -> Iterable[Buffer]: ...
+
+
+@runtime_checkable
+class HasMemories(HasTensors, Protocol):
+    """A model with what belongs to the layout that it is trained in, and can begin anew in another one."""
+
+    def memories(self) -> Iterable[Buffer]: ...
+
+    def forget(self) -> None: ...
 
 
 class HasState(Protocol):

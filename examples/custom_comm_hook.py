@@ -67,6 +67,11 @@ class LargestOnly:
     def buffers(self) -> list[Buffer]:
         return list(self._kept.values())
 
+    def forget(self) -> None:
+        """Begin anew: a checkpoint of another number of ranks has been loaded."""
+        for kept in self._kept.values():
+            kept.data[...] = 0
+
     def __call__(self, grad: Array, comm: Communicator) -> Work:
         kept = self._kept[grad.ctypes.data].data
         kept += grad

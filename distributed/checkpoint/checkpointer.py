@@ -43,7 +43,7 @@ from distributed.checkpoint.files import (
 )
 from distributed.checkpoint.plan import Held, Stored, divide, show
 from distributed.comm.communicator import Array, Communicator
-from distributed.protocols import HasTensors
+from distributed.protocols import HasMemories, HasTensors
 from minigrad.backend import place, to_host, xp_of
 from minigrad.flat import TensorSlice
 from minigrad.nn import Buffer
@@ -54,6 +54,7 @@ T = TypeVar("T")
 
 OPTIMIZER = "optimizer/"  # before the names of its state
 _SHOWN_FAULTS = 5
+_MEMORY = "memory/"  # how the names of what belongs to a layout begin
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,14 @@ class Checkpoint:
         state: what the caller gave to `save`.
         path: its folder.
         refused: others that came first and could not be read, each with the reason.
+        forgets: what a comm hook keeps between steps began anew, or was left out: it was saved in another layout.
     """
 
     step: int
     state: dict[str, Any]
     path: Path
     refused: tuple[str, ...] = ()
+    forgets: bool = False
 
 
 class Checkpointer:
@@ -84,7 +87,8 @@ class Checkpointer:
     Args:
         folder: made if it is not there. One run at a time saves in it.
         comm: all ranks of the run, whatever part of the model each holds.
-        model: tensors are told apart by name: the same name on two ranks is the same tensor.
+        model: tensors are told apart by name: the same name on two ranks is the same tensor. Its memories, if it has
+            any, are loaded where a checkpoint has the same ones, and begin anew elsewhere: see `WithState`.
         optimizer: of the model; None loads the model alone, to evaluate it or to let it write: then nothing is
             written in the folder, and only `load` can be called.
         keep_last: how many checkpoints stay; others are removed once a newer one is complete.
@@ -108,6 +112,8 @@ class Checkpointer:
         self._keep_last = keep_last
         self._optimizer = optimizer
         self._tensors: list[Parameter | Buffer] = [*dict.fromkeys(model.parameters()), *dict.fromkeys(model.buffers())]
+        self._model = model
+        self._memories = {f"{_MEMORY}{b.name}": b for b in (model.memories() if isinstance(model, HasMemories) else ())}
         self._plan = self._agree()
         self._copies: dict[str, Array] = {}  # what this rank saves, as it is called in its file
         self._saved_here: dict[str, str] = {}  # the tensor's name -> that
@@ -215,7 +221,8 @@ class Checkpointer:
             assert manifest is not None
             self._fill(manifest, values)
             self._knows_folder |= candidate.resolve().parent == self.folder.resolve()
-            return Checkpoint(manifest.step, manifest.state, candidate, tuple(refused))
+            forgets = not self._has_memories(manifest)
+            return Checkpoint(manifest.step, manifest.state, candidate, tuple(refused), forgets)
         if refused:
             head = f"no checkpoint in {self.folder} can be loaded:\n" if path is None else ""
             raise CheckpointError(head + "\n".join(refused))
@@ -231,6 +238,7 @@ class Checkpointer:
                 held[_name(tensor)] = TensorSlice.whole(tensor.data)
             elif tensor in masters:
                 held[_name(tensor)] = masters[tensor]
+        held |= {name: TensorSlice.whole(memory.data) for name, memory in self._memories.items()}
         return held | self._state()
 
     def _state(self) -> dict[str, TensorSlice]:
@@ -291,7 +299,8 @@ class Checkpointer:
             self._check_model(manifest)
             state = self._state()
             slices = {name: (part.start, part.stop) for name, part in state.items() if part.array.shape != part.shape}
-            values = read_tensors(checkpoint, manifest, [*map(_name, self._tensors), *state], slices)
+            memories = self._memories if self._has_memories(manifest) else ()
+            values = read_tensors(checkpoint, manifest, [*map(_name, self._tensors), *memories, *state], slices)
             wrong = not_finite(_weights(values))
             return manifest, values, wrong and f"{wrong} is not finite in it", None
         except CheckpointError as error:
@@ -299,14 +308,21 @@ class Checkpointer:
         except OSError as error:
             return None, {}, None, f"{checkpoint} cannot be read now: {error}"
 
+    def _has_memories(self, manifest: Manifest) -> bool:
+        """Return whether a checkpoint has the memories of this layout, of all ranks, and no others."""
+        saved, own = (
+            {name: show(stored) for name, stored in tensors.items() if name.startswith(_MEMORY)}
+            for tensors in (manifest.tensors, self._plan)
+        )
+        return saved == own
+
     def _check_model(self, manifest: Manifest) -> None:
         """Check that a checkpoint is of this model and this kind of optimizer."""
-        own = self._plan
-        saved = {
-            name: stored
-            for name, stored in manifest.tensors.items()
-            if self._optimizer is not None or not name.startswith(OPTIMIZER)
-        }
+        apart = (_MEMORY,) if self._optimizer is not None else (_MEMORY, OPTIMIZER)
+        saved, own = (
+            {name: stored for name, stored in tensors.items() if not name.startswith(apart)}
+            for tensors in (manifest.tensors, self._plan)
+        )
         faults = [f"it lacks {name}" for name in own if name not in saved]
         faults += [f"it has {name}" for name in saved if name not in own]
         faults += [
@@ -321,6 +337,11 @@ class Checkpointer:
     def _fill(self, manifest: Manifest, values: Mapping[str, Array]) -> None:
         for tensor in self._tensors:
             tensor.data = _beside(tensor.data, values[_name(tensor)])
+        if self._has_memories(manifest):
+            for name, memory in self._memories.items():
+                memory.data = _beside(memory.data, values[name])
+        elif isinstance(self._model, HasMemories):
+            self._model.forget()
         if self._optimizer is None:
             return
         for p, held in self._optimizer.master_slices():

@@ -47,18 +47,26 @@ class FeedbackHook(ABC):
         self.sent_bytes = self.plain_bytes = 0
         self._held: dict[int, tuple[FlatRange, list[Buffer]]] = {}  # by the place that a bucket has in memory for good
         self._later: Communicator  # of the second message of a bucket
+        self._rank, self._size = 0, 1
         self._last_turn: Turn | None = None
 
     def attach(self, manager: GradientBucketManager) -> None:
         """Make what is kept of each bucket: once, before the first backward. Collective."""
         self._later = manager.comm.duplicate()
-        for bucket in manager.buckets:
+        self._rank, self._size = manager.comm.rank, manager.comm.size
+        for bucket in manager.buckets if self._size > 1 else ():
             part = bucket.range
-            self._held[_place(part.grad)] = part, self._new_memory(part, manager.comm.rank, manager.comm.size)
+            self._held[_place(part.grad)] = part, self._new_memory(part, self._rank, self._size)
 
     def buffers(self) -> list[Buffer]:
-        """Return what this rank keeps. It is of this number of ranks, and no other layout can load it."""
+        """Return what this rank keeps. It is of this number of ranks, and of these buckets."""
         return [buffer for _, kept in self._held.values() for buffer in kept]
+
+    def forget(self) -> None:
+        """Begin anew with what is kept, as before the first step."""
+        for part, kept in self._held.values():
+            for buffer, new in zip(kept, self._new_memory(part, self._rank, self._size), strict=True):
+                buffer.data = new.data
 
     def __call__(self, grad: Array, comm: Communicator) -> Work:
         if comm.size == 1 or not grad.size:
@@ -98,23 +106,38 @@ def own_buffer(part: FlatRange, what: str, shape: tuple[int, ...], rank: int, si
     return Buffer(xp_of(grad).zeros(shape, grad.dtype), f"{part.params[0].name}.kept_{what}_{rank}_of_{size}")
 
 
-class HasBuffers(Protocol):
-    """A comm hook that keeps something, or `LocalSteps`."""
+class HasMemory(Protocol):
+    """A comm hook that keeps something of its own, or `LocalSteps`."""
 
-    def buffers(self) -> Iterable[Buffer]: ...
+    def buffers(self) -> Iterable[Buffer]:
+        """Return what is kept, each by a name that is the same wherever the same is kept."""
+        ...
+
+    def forget(self) -> None:
+        """Begin anew, where a checkpoint has been loaded that has nothing for these."""
+        ...
 
 
 class WithState:
-    """A model together with what a comm hook keeps, for a Checkpointer: a run then goes on bit by bit."""
+    """A model together with what a comm hook keeps, for a Checkpointer: a run then goes on bit by bit.
 
-    def __init__(self, model: HasTensors, hook: HasBuffers) -> None:
+    Where a checkpoint is of another layout, or was saved without the hook, the hook begins anew.
+    """
+
+    def __init__(self, model: HasTensors, hook: HasMemory) -> None:
         self._model, self._hook = model, hook
 
     def parameters(self) -> Iterable[Parameter]:
         return self._model.parameters()
 
-    def buffers(self) -> list[Buffer]:
-        return [*self._model.buffers(), *self._hook.buffers()]
+    def buffers(self) -> Iterable[Buffer]:
+        return self._model.buffers()
+
+    def memories(self) -> Iterable[Buffer]:
+        return self._hook.buffers()
+
+    def forget(self) -> None:
+        self._hook.forget()
 
 
 def _allreduce_bytes(num_bytes: int, size: int) -> int:

@@ -171,6 +171,14 @@ class LocalSteps:
         pieces = [piece for fragment in self._fragments for piece in fragment]
         return [self._counts, *(buffer for piece in pieces for buffer in (piece.agreed, *piece.state.values()))]
 
+    def forget(self) -> None:
+        """Begin anew from the weights that there are now, which all ranks have agreed on."""
+        self._counts.data[:] = 0
+        for piece in (piece for fragment in self._fragments for piece in fragment):
+            piece.agreed.data = piece.part.data.copy()
+            for key, array in self._rule.init(piece.agreed.data).items():
+                piece.state[key].data = array
+
     def _launch(self, fragment: Sequence[_Piece]) -> None:
         for piece in fragment:
             moved = piece.agreed.data - piece.part.data

@@ -397,6 +397,10 @@ class Run:
         self.say(f"goes on after step {loaded.step} of {loaded.path}, learning rate {optimizer.lr:.3g}")
         if changed:
             self.say(f"with {', '.join(changed)}")
+        if loaded.forgets:
+            self.warn(
+                "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
+            )
         if loaded.step == self.settings.steps:
             self.say(f"all {loaded.step} steps are done: --steps {2 * loaded.step} would do more")
         return loaded.step

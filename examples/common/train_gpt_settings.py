@@ -150,7 +150,6 @@ class ReplicationSettings(HybridSettings):
         "send gradients in so few bits, 4 columns of each matrix (powersgd) or the largest hundredth (topk), and what "
         "these lose in the next step",
         choices=("none", *LARGEST, "powersgd", "topk"),
-        fixed=True,
     )
     exact: bool = flag(
         False,

@@ -122,6 +122,44 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_undisturbed_one(ranks, make
     ranks.run(program)
 
 
+@each_hook
+@pytest.mark.ranks(2, 3)
+def test_what_is_of_other_buckets_or_of_no_hook_begins_anew(ranks, make, tmp_path):
+    def program(comm):
+        folder = comm.broadcast_object(tmp_path)
+
+        def begin(bucket_bytes, has_hook=True):
+            model, hook = MLP([4, 6, 3], seed=0), make()
+            how = {"comm_hook": hook} if has_hook else {}
+            ddp = DistributedDataParallel(model, comm, bucket_bytes=bucket_bytes, **how)
+            optimizer = Optimizer(model.parameters(), SGD(0.1))
+            if has_hook:
+                hook.attach(ddp.buckets)
+            first = [buffer.data.copy() for buffer in hook.buffers()]
+            held = WithState(model, hook) if has_hook else model
+            return model, hook, first, Checkpointer(folder, comm, held, optimizer)
+
+        model, hook, _, checkpoints = begin(1 << 20)
+        for buffer in hook.buffers():
+            buffer.data += 1 + comm.rank if ".kept_" in buffer.name else 1
+        weights = {name: value.copy() for name, value in model.state_dict().items()}
+        checkpoints.save(1)
+        checkpoints.wait()
+        for bucket_bytes, has_hook in ((1, True), (1 << 20, False), (1 << 20, True)):
+            same = bucket_bytes > 1 and has_hook
+            model, again, first, checkpoints = begin(bucket_bytes, has_hook)
+            for buffer in again.buffers():
+                buffer.data -= 5
+            assert checkpoints.load().forgets == (not same)
+            wanted = [buffer.data for buffer in hook.buffers()] if same else first
+            for buffer, value in zip(again.buffers(), wanted, strict=True):
+                np.testing.assert_array_equal(buffer.data, value)
+            for name, value in model.state_dict().items():
+                np.testing.assert_array_equal(value, weights[name])
+
+    ranks.run(program)
+
+
 @pytest.mark.parametrize("make", [HOOKS["int8"], HOOKS["powersgd"]], ids=["int8", "powersgd"])
 @pytest.mark.ranks(2, 3)
 def test_the_second_message_sets_out_when_the_first_has_come_and_in_the_order_of_buckets(ranks, make):

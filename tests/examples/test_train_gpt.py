@@ -180,6 +180,23 @@ def test_a_run_with_compression_goes_on_bit_by_bit_and_says_what_it_sent(
     assert lines[0] == lines[1]
 
 
+@needs_mpirun
+@pytest.mark.long
+def test_a_run_with_compression_goes_on_in_any_layout_and_with_any_other(tiny: list[str], tmp_path: Path) -> None:
+    """What a hook keeps is of its buckets and its replicas: a run could go on with the same ones only."""
+    plain = "--dp 2 --pp 1 --microbatches 1 --bucket-mb 25 --compress"
+    layouts = [f"{plain} int8", f"{plain} int8 --bucket-mb 0.005", f"{plain} powersgd"]
+    layouts += ["--dp 1 --pp 2 --microbatches 2 --compress int8", f"{plain} none", f"{plain} topk"]
+    for steps, layout in enumerate(layouts, start=1):
+        flags = f"{layout} --steps {steps} --resume auto --run here".split()
+        result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        anew = "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
+        assert (anew in result.stderr) == (steps in (2, 3, 4, 6)), (steps, result.stderr)  # 4 kept nothing for 5
+    lines = (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(len(layouts)))
+
+
 def test_the_learning_rate_warms_up_and_comes_down() -> None:
     rates = [train_gpt.learning_rate(TrainSettings(steps=40, lr=1.0))(step) for step in range(40)]
     assert rates[:4] == sorted(rates[:4])
