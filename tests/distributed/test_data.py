@@ -310,3 +310,13 @@ def test_replicas_take_validation_batches_in_turn(size: int) -> None:
 def test_validation_that_cannot_be_is_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         validation_batches(np.arange(50), **{"batch_size": 1, "context": 7, **changes})
+
+
+def test_a_dataset_smaller_than_the_world_is_gone_through_as_often_as_it_takes() -> None:
+    """Every rank has a sample in each step, and each sample its turn as often as the others."""
+    samplers = [Sampler(3, batch_size=4, seed=0, rank=rank, size=4) for rank in range(4)]
+    taken = [sampler.next().tolist() for _ in range(3) for sampler in samplers]
+    assert all(len(own) == 1 for own in taken)
+    assert sorted(sample for own in taken for sample in own) == sorted([0, 1, 2] * 4)
+    with pytest.raises(ValueError, match="batch_size must give each replica a sample, got 3 for 4 replicas"):
+        Sampler(3, batch_size=3, seed=0, rank=0, size=4)
