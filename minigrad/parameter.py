@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -70,7 +71,8 @@ class Parameter(Tensor):
         self.hold: Hold | None = None
         self.part_of = ""
         self._master: Array | None = None  # what is trained, where ops see a copy of it
-        self._awaited: tuple[Array, Array | None, Callable[[], None]] | None = None  # hidden memory, and who brings it
+        # Hidden memory, what kind of parameter this is, and who brings the values.
+        self._awaited: tuple[Array, Array | None, type[Parameter], Callable[[], None]] | None = None
 
     @property
     def data(self) -> Array:
@@ -161,17 +163,18 @@ class Parameter(Tensor):
 
     def defer(self, arrive: Callable[[], None]) -> None:
         """Hide the values, which are on their way: whoever reads them first calls `arrive`, which calls `restore`."""
-        self._awaited = self._data, self._master, arrive
+        kind: Any = type(self)
+        self._awaited = self._data, self._master, kind, arrive
         del self._data
         self._master = None
-        self.__class__ = AwaitedParameter
+        self.__class__ = _awaited(kind)
 
     def restore(self) -> None:
         """Show the values again that `defer` has hidden: they are there."""
         assert self._awaited is not None
-        self._data, self._master, _ = self._awaited
+        self._data, self._master, kind, _ = self._awaited
         self._awaited = None
-        self.__class__ = Parameter
+        self.__class__ = kind
 
     def __getstate__(self) -> Any:
         check_resettable([self], "a copy of")
@@ -199,10 +202,10 @@ class Parameter(Tensor):
         self.flat, self.start, self._version = flat, start, flat.version
 
 
-class AwaitedParameter(Parameter):
-    """What a parameter is while its values are on their way.
+class _Awaited:
+    """What a parameter is too while its values are on their way.
 
-    A class of its own, since Python reads each attribute of whatever has a `__getattr__` in a slower way.
+    Not always, since Python reads each attribute of whatever has a `__getattr__` in a slower way.
     """
 
     __slots__ = ()
@@ -215,10 +218,16 @@ class AwaitedParameter(Parameter):
             self._awaited[-1]()
             return self._data
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy what it is when the values are there."""
-        _ = self._data
-        return self.__reduce_ex__(protocol)
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Copy what it is when the values are there."""
+            _ = self._data
+            return self.__reduce_ex__(protocol)
+
+
+@cache
+def _awaited(kind: type[Parameter]) -> type[Parameter]:
+    """Return the class of a parameter of some kind, a user's too, while its values are on their way."""
+    return type(f"Awaited{kind.__name__}", (_Awaited, kind), {"__slots__": ()})
 
 
 def check_usable(params: Iterable[Parameter], what: str, *, in_part: bool = False) -> None:

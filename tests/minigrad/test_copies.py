@@ -207,3 +207,19 @@ def test_a_copy_of_a_parameter_whose_values_are_on_their_way_waits_for_them(copi
     again = copied(p)
     np.testing.assert_array_equal(again.data, [0, 1, 2])
     assert type(again) is type(p) is mg.Parameter
+
+
+class Noted(mg.Parameter):
+    """A parameter of a user's own, with attributes of its own."""
+
+    def __init__(self, data: Any, note: str) -> None:
+        super().__init__(data, "noted")
+        self.note = note
+
+
+def test_a_parameter_of_a_class_of_its_own_may_have_its_values_on_their_way() -> None:
+    p = Noted(np.zeros(3), "frozen soon")
+    p.defer(p.restore)
+    assert (p.note, isinstance(p, Noted)) == ("frozen soon", True)
+    np.testing.assert_array_equal(p.data, np.zeros(3))
+    assert type(p) is Noted
