@@ -1,7 +1,7 @@
 """Clipping by the norm of the whole model, also where no rank holds all of it.
 
 A rank that clips by the norm of its own parameters scales them by another factor than its neighbours do, and nothing
-shows it but a model that learns worse. So `minigrad.optim.clip_by_global_norm` refuses parameters of a part.
+shows it but a model that learns worse. So `minigrad.clipping.clip_by_global_norm` refuses parameters of a part.
 
 Where gradients are exact sums (`data_parallel/exact.py`) their norm is one too: the same bits in every layout.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from distributed.comm.communicator import Communicator
 from distributed.comm.solo import SoloCommunicator
-from minigrad.optim import check_max_norm, grad_norm, grad_square_sum, scale_to_norm
+from minigrad.clipping import check_max_norm, grad_norm, grad_square_sum, scale_to_norm
 from minigrad.parameter import Parameter
 
 NUM_TERMS = 3  # of an exact sum: it is right to 159 bits below its first one

@@ -16,8 +16,8 @@ from itertools import groupby
 
 from minigrad.backend import Array, widened, xp_of
 from minigrad.flat import FlatRange
-from minigrad.optim import AdamW, DividingRule, LearningRate, Rule, TakesALearningRate
 from minigrad.parameter import Parameter
+from minigrad.update_rules import AdamW, DividingRule, LearningRate, Rule, TakesALearningRate
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x -> a x + b x^3 + c x^5, steep at 0; singular values end in 0.7 to 1.2
 EPS = 1e-7

@@ -1,156 +1,57 @@
-"""Update rules on flat arrays, and the Optimizer that applies one to a model's parameters.
+"""The Optimizer, which applies an update rule to a model's parameters.
 
-A rule is elementwise and works in place on any slice: it knows nothing of layers, which is why a
-sharded optimizer needs no second implementation. Its state is at least float32: in float16 an eps of 1e-8
-is 0, and so are squares of small gradients.
+The rules themselves lie in `update_rules.py`, norms in `clipping.py`: a user finds them all here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from minigrad import habits
-from minigrad.backend import Array, widened, xp_of
-from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, grads_of, slices_in, zero_grad
-from minigrad.kernels import kernels_of
+from minigrad.backend import Array
+from minigrad.clipping import (
+    check_max_norm,
+    check_whole,
+    clip_by_global_norm,
+    grad_norm,
+    grad_square_sum,
+    scale_to_norm,
+)
+from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, slices_in, zero_grad
 from minigrad.parameter import Parameter, check_usable
+from minigrad.update_rules import SGD, Adam, AdamW, DividingRule, LearningRate, Rule, divided
 
 if not TYPE_CHECKING:  # a type checker knows what is there
     __getattr__ = habits.missing_name(__name__)
 
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "DividingRule",
+    "LearningRate",
+    "Optimizer",
+    "Piece",
+    "Rule",
+    "clip_by_global_norm",
+    "grad_norm",
+    "grad_square_sum",
+    "is_matrix",
+    "scale_to_norm",
+]
+
 FROZEN = 2  # a kind of parameter to a whole step on a GPU; 1: with weight decay, 0: without
-_DIVIDES = "tells parameters apart: give it to an Optimizer, which divides the memory"
-LearningRate = float | Callable[[int], float]
-
-
-class Rule(Protocol):
-    """How values change, given gradients. `lr` is a number or a function of the step (from 0)."""
-
-    @property
-    def lr(self) -> LearningRate: ...
-
-    def init(self, data: Array) -> dict[str, Array]:
-        """Return the state for `data`: arrays of its shape, by name."""
-
-    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
-        """Change `data` and `state` in place.
-
-        Args:
-            data, grad: (n,); state: arrays (n,).
-            lr: learning rate of this step.
-            step: number of updates before this one.
-            decay: whether weight decay applies here.
-        """
-
-
-class TakesALearningRate:
-    """What rules have in common: parameters belong to the optimizer, and are no learning rate."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        lr = args[0] if args else kwargs.get("lr", 0.0)
-        if not callable(lr) and not isinstance(lr, (int, float, np.number)):
-            has_groups = isinstance(lr, (list, tuple)) and isinstance((*lr, None)[0], dict)
-            way = habits.GROUPS if has_groups else f"Optimizer(parameters, {cls.__name__}(lr=...))"
-            raise TypeError(
-                f"{cls.__name__} takes a learning rate, a number or a function of the step, got {type(lr).__name__}; "
-                f"parameters belong to the optimizer: write {way}"
-            )
-        return super().__new__(cls)
-
-
-@dataclass(frozen=True)
-class SGD(TakesALearningRate):
-    """Stochastic gradient descent: v = momentum v + g + weight_decay w; w -= lr v.
-
-    Source: Sutskever et al. 2013, as commonly implemented (lr outside the velocity).
-    """
-
-    lr: LearningRate
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-    def init(self, data: Array) -> dict[str, Array]:
-        return {"velocity": _zeros(data)} if self.momentum else {}
-
-    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
-        weight_decay = self.weight_decay if decay else 0.0
-        kernels_of(data, grad, *state.values()).sgd(data, grad, state.get("velocity"), lr, self.momentum, weight_decay)
-
-
-@dataclass(frozen=True)
-class AdamW(TakesALearningRate):
-    """Adam with decoupled weight decay.
-
-    m += (1 - b1)(g - m); v += (1 - b2)(g^2 - v); w -= lr (m' / (sqrt(v') + eps) + weight_decay w),
-    m' = m / (1 - b1^t), v' = v / (1 - b2^t).
-
-    Source: Loshchilov and Hutter 2019, algorithm 2.
-    """
-
-    lr: LearningRate
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-    def init(self, data: Array) -> dict[str, Array]:
-        return {"m": _zeros(data), "v": _zeros(data)}
-
-    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
-        beta1, beta2 = self.betas
-        correction1, correction2 = 1 - beta1 ** (step + 1), (1 - beta2 ** (step + 1)) ** 0.5
-        # w -= lr/c1 m / (sqrt(v)/c2 + eps), with both corrections folded into two numbers
-        rate, eps = lr / correction1 * correction2, self.eps * correction2
-        keep = 1 - lr * self.weight_decay if decay else 1.0
-        m, v = state["m"], state["v"]
-        kernels_of(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
-
-    def whole_step(self, data: Array, max_norm: float | None) -> Any:
-        """Return what does whole steps on the device that `data` is on, or None; see `reference.adamw_step`."""
-        return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm)
-
-
-@dataclass(frozen=True)
-class Adam(AdamW):
-    """Adam: `AdamW`, but weight decay, 0 by default, is added to the gradient: g + weight_decay w.
-
-    Source: Kingma and Ba 2015, algorithm 1.
-    """
-
-    weight_decay: float = 0.0
-
-    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
-        if decay and self.weight_decay:
-            grad = grad + self.weight_decay * data
-        super().update(data, grad, state, lr=lr, step=step, decay=False)
-
-    def whole_step(self, data: Array, max_norm: float | None) -> Any:
-        """Return what does whole steps, if there is no weight decay: on a GPU those decay as AdamW does."""
-        return None if self.weight_decay else super().whole_step(data, max_norm)
 
 
 def _at(lr: LearningRate, step: int) -> float:
     """Return the learning rate of a step."""
     return lr(step) if callable(lr) else lr
-
-
-def divided(part: FlatRange, rule: Rule) -> Iterator[tuple[FlatRange, Rule]]:
-    """Cut a part of the memory into what one rule each updates."""
-    if isinstance(rule, DividingRule):
-        for own_part, own in rule.divide(part):
-            yield from divided(own_part, own)
-    else:
-        yield part, rule
-
-
-def _zeros(data: Array) -> Array:
-    return xp_of(data).zeros_like(widened(data[:0]), shape=data.shape)
 
 
 def _checked(params: Iterable[Parameter]) -> Iterator[Parameter]:
@@ -172,27 +73,6 @@ def _inside(part: FlatRange, run: Iterable[Parameter]) -> FlatRange:
 def is_matrix(p: Parameter) -> bool:
     """Return whether a parameter has two or more axes: not so biases, and gains of norms."""
     return p.ndim >= 2
-
-
-class DividingRule:
-    """A rule that is several: it says which part of the memory each is for (`Groups`, `Muon`)."""
-
-    @property
-    def lr(self) -> LearningRate:
-        raise NotImplementedError
-
-    def divide(self, part: FlatRange) -> Iterable[tuple[FlatRange, Rule]]:
-        """Cut a range of memory into parts, each with its rule, which may divide it further."""
-        raise NotImplementedError
-
-    def check(self, params: Sequence[Parameter]) -> None:
-        """Raise ValueError if it does not fit all parameters of an optimizer, of which `divide` may see a share."""
-
-    def init(self, data: Array) -> dict[str, Array]:
-        raise TypeError(f"{type(self).__name__} {_DIVIDES}")
-
-    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
-        raise TypeError(f"{type(self).__name__} {_DIVIDES}")
 
 
 class Piece(NamedTuple):
@@ -238,7 +118,7 @@ class Optimizer:
             rule.check(self.params)
         if max_norm is not None:
             check_max_norm(max_norm)
-            _check_whole(self.params)
+            check_whole(self.params)
         self.rule = rule
         self.decays = decays
         self.max_norm = max_norm
@@ -393,92 +273,3 @@ class Optimizer:
 
 
 habits.teach(Optimizer, habits.OPTIMIZER)
-
-
-def grad_square_sum(params: Iterable[Parameter]) -> float:
-    """Return the sum of squares of all gradients; of ranks that hold different parameters, the sums add.
-
-    It is added up in float64, so that it is finite for all finite gradients but the largest of float64.
-
-    Raises:
-        RuntimeError: somebody holds one of the gradients.
-    """
-    params = list(params)
-    check_usable(params, "the norm of")
-    return _square_sum(grads_of(params))
-
-
-def _square_sum(grads: Iterable[Array]) -> float:
-    return sum((kernels_of(grad).square_sum(grad) for grad in grads), 0.0)
-
-
-def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
-    """Scale all gradients by max_norm / norm if the norm of the whole model's gradient is larger than max_norm.
-
-    A norm that is infinite or nan scales nothing: gradients of 0 would hide it.
-
-    Raises:
-        ValueError: max_norm is not positive.
-    """
-    clip_arrays(grads_of(params), norm, max_norm)
-
-
-def clip_arrays(grads: Iterable[Array], norm: float, max_norm: float) -> None:
-    """Scale gradients, (n,) each, as `scale_to_norm` does those of parameters."""
-    check_max_norm(max_norm)
-    if norm > max_norm and math.isfinite(norm):
-        for grad in grads:
-            kernels_of(grad).scale(grad, max_norm / norm)
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise ValueError if a norm to clip to is not positive."""
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}")
-
-
-def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
-    """Clip the gradients of a model that lives in this process by their global norm.
-
-    Returns:
-        The norm before clipping. Gradients stay as they are where it is infinite or nan.
-    Raises:
-        ValueError: max_norm is not positive.
-        RuntimeError: a parameter is one of a part of a model: its norm is not the model's.
-    Source: Pascanu et al. 2013.
-    """
-    _check_whole(params)
-    norm = grad_norm(params)
-    scale_to_norm(params, norm, max_norm)
-    return norm
-
-
-def _check_whole(params: Iterable[Parameter]) -> None:
-    """Raise RuntimeError if one of these parameters is of a part of a model, whose norm is not the model's."""
-    for p in params:
-        if p.part_of:
-            raise RuntimeError(f"the norm of {p.label}: it is of {p.part_of}")
-
-
-def grad_norm(params: Sequence[Parameter]) -> float:
-    """Return the norm of all gradients, also where their squares overflow or vanish.
-
-    Raises:
-        RuntimeError: somebody holds one of the gradients.
-    """
-    params = list(params)
-    check_usable(params, "the norm of")
-    return norm_of(grads_of(params))
-
-
-def norm_of(grads: Iterable[Array]) -> float:
-    """Return the norm of some gradients together, also where their squares overflow or vanish."""
-    grads = [grad for grad in grads if grad.size]
-    total = _square_sum(grads)
-    if 1e-280 < total < 1e280 or math.isnan(total):
-        return math.sqrt(total)
-    largest = max((float(abs(grad).max()) for grad in grads), default=0.0)
-    if largest == 0 or math.isinf(largest):
-        return largest
-    # All gradients are finite, but their squares overflowed float64, or vanished.
-    return largest * math.sqrt(sum(kernels_of(grad).square_sum(grad.astype(np.float64) / largest) for grad in grads))

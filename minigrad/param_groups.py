@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from minigrad.flat import FlatRange
-from minigrad.optim import DividingRule, LearningRate, Rule
 from minigrad.parameter import Parameter
+from minigrad.update_rules import DividingRule, LearningRate, Rule
 
 
 class Group:

@@ -21,11 +21,13 @@ from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import rng
 from minigrad.backend import Array
 from minigrad.backprop import backward, backward_with_grad
+from minigrad.clipping import grad_norm, scale_to_norm
 from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter, Sequential
-from minigrad.optim import SGD, Optimizer, Rule, grad_norm, scale_to_norm
+from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
+from minigrad.update_rules import SGD, Rule
 from pipeline.runtime import microbatch
 from pipeline.runtime.executor import PipelineExecutor
 from pipeline.runtime.stage import PipelineStage

@@ -27,8 +27,10 @@ from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES, bucket_limit, p
 from distributed.data_parallel.verdict import Verdict
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
-from minigrad.optim import Optimizer, Rule, is_matrix, scale_to_norm
+from minigrad.clipping import scale_to_norm
+from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Hold, Parameter, check_resettable
+from minigrad.update_rules import Rule
 
 THE_VERDICT = "which parameters the other ranks reached"  # what a rank waits for once all buckets are there
 
@@ -251,7 +253,7 @@ class GradientBucketManager:
         return {p.name: p.grad_view().copy() for p in self.params}
 
     def scale_to_norm(self, params: Iterable[Parameter], norm: float, max_norm: float) -> None:
-        """Scale some gradients as `minigrad.optim.scale_to_norm` does."""
+        """Scale some gradients as `minigrad.clipping.scale_to_norm` does."""
         scale_to_norm(params, norm, max_norm)
 
     def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:

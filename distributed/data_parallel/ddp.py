@@ -21,8 +21,9 @@ from distributed.data_parallel.shares import NO_SAMPLES, Share, count
 from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer
-from minigrad.optim import Optimizer, Rule, is_matrix
+from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Parameter
+from minigrad.update_rules import Rule
 
 T = TypeVar("T")
 

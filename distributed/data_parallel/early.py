@@ -23,8 +23,9 @@ from distributed.data_parallel.arrivals import Arrival, waiting_for_values
 from distributed.data_parallel.bucket import UNREDUCED, Bucket, BucketOptions
 from distributed.data_parallel.buckets import THE_VERDICT, GradientBucketManager
 from minigrad.flat import TensorSlice
-from minigrad.optim import Optimizer, Rule, is_matrix
+from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Hold, Parameter, check_usable
+from minigrad.update_rules import Rule
 
 RESET = Hold("its bucket of the last step is still on its way; a step and the next forward, or the hooks, wait for it")
 ON_ITS_WAY = Hold(

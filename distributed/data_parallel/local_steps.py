@@ -27,8 +27,8 @@ from distributed.comm.communicator import Array, Communicator, Work
 from distributed.data_parallel.replicas import broadcast_params, check_layout
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.nn import Buffer
-from minigrad.optim import LearningRate, Rule
 from minigrad.parameter import Parameter
+from minigrad.update_rules import LearningRate, Rule
 
 
 @dataclass(frozen=True)

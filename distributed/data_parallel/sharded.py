@@ -37,9 +37,11 @@ from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
 from minigrad.backend import xp_of
+from minigrad.clipping import clip_arrays, norm_of
 from minigrad.flat import FlatRange, TensorSlice, slices_in
-from minigrad.optim import Optimizer, Rule, clip_arrays, divided, is_matrix, norm_of
+from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Hold, Parameter, check_usable
+from minigrad.update_rules import Rule, divided
 
 IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
 SHARDED = Hold(f"its grad is reduced, and {IN_SHARDS}", final=True, partial=True, after_reset=UNREDUCED)

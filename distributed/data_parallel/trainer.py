@@ -30,10 +30,10 @@ from distributed.trace.recorder import Recorder
 from minigrad.backprop import backward_with_grad, reached_parameters
 from minigrad.hooks import Hooks
 from minigrad.nn import Module
-from minigrad.optim import AdamW, LearningRate, Rule
 from minigrad.parameter import Parameter
 from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
 from minigrad.tensor import Tensor
+from minigrad.update_rules import AdamW, LearningRate, Rule
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from minigrad import rng
 from minigrad.backend import Array
 from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter
-from minigrad.optim import Optimizer, Rule
+from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
+from minigrad.update_rules import Rule
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.runtime.stage import PipelineStage

@@ -1,4 +1,4 @@
-"""Flat arrays (n,) of an optimizer. State of half precision parameters is float32; see `optim.py`."""
+"""Flat arrays (n,) of an optimizer. State of half precision parameters is float32; see `update_rules.py`."""
 
 from __future__ import annotations
 

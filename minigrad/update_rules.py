@@ -1,0 +1,162 @@
+"""Update rules on flat arrays: SGD, Adam, AdamW, and what a rule of your own has.
+
+A rule is elementwise and works in place on any slice: it knows nothing of layers, which is why a
+sharded optimizer needs no second implementation. Its state is at least float32: in float16 an eps of 1e-8
+is 0, and so are squares of small gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from minigrad import habits
+from minigrad.backend import Array, widened, xp_of
+from minigrad.flat import FlatRange
+from minigrad.kernels import kernels_of
+from minigrad.parameter import Parameter
+
+_DIVIDES = "tells parameters apart: give it to an Optimizer, which divides the memory"
+LearningRate = float | Callable[[int], float]
+
+
+class Rule(Protocol):
+    """How values change, given gradients. `lr` is a number or a function of the step (from 0)."""
+
+    @property
+    def lr(self) -> LearningRate: ...
+
+    def init(self, data: Array) -> dict[str, Array]:
+        """Return the state for `data`: arrays of its shape, by name."""
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        """Change `data` and `state` in place.
+
+        Args:
+            data, grad: (n,); state: arrays (n,).
+            lr: learning rate of this step.
+            step: number of updates before this one.
+            decay: whether weight decay applies here.
+        """
+
+
+class TakesALearningRate:
+    """What rules have in common: parameters belong to the optimizer, and are no learning rate."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        lr = args[0] if args else kwargs.get("lr", 0.0)
+        if not callable(lr) and not isinstance(lr, (int, float, np.number)):
+            has_groups = isinstance(lr, (list, tuple)) and isinstance((*lr, None)[0], dict)
+            way = habits.GROUPS if has_groups else f"Optimizer(parameters, {cls.__name__}(lr=...))"
+            raise TypeError(
+                f"{cls.__name__} takes a learning rate, a number or a function of the step, got {type(lr).__name__}; "
+                f"parameters belong to the optimizer: write {way}"
+            )
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class SGD(TakesALearningRate):
+    """Stochastic gradient descent: v = momentum v + g + weight_decay w; w -= lr v.
+
+    Source: Sutskever et al. 2013, as commonly implemented (lr outside the velocity).
+    """
+
+    lr: LearningRate
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def init(self, data: Array) -> dict[str, Array]:
+        return {"velocity": _zeros(data)} if self.momentum else {}
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        weight_decay = self.weight_decay if decay else 0.0
+        kernels_of(data, grad, *state.values()).sgd(data, grad, state.get("velocity"), lr, self.momentum, weight_decay)
+
+
+@dataclass(frozen=True)
+class AdamW(TakesALearningRate):
+    """Adam with decoupled weight decay.
+
+    m += (1 - b1)(g - m); v += (1 - b2)(g^2 - v); w -= lr (m' / (sqrt(v') + eps) + weight_decay w),
+    m' = m / (1 - b1^t), v' = v / (1 - b2^t).
+
+    Source: Loshchilov and Hutter 2019, algorithm 2.
+    """
+
+    lr: LearningRate
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def init(self, data: Array) -> dict[str, Array]:
+        return {"m": _zeros(data), "v": _zeros(data)}
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        beta1, beta2 = self.betas
+        correction1, correction2 = 1 - beta1 ** (step + 1), (1 - beta2 ** (step + 1)) ** 0.5
+        # w -= lr/c1 m / (sqrt(v)/c2 + eps), with both corrections folded into two numbers
+        rate, eps = lr / correction1 * correction2, self.eps * correction2
+        keep = 1 - lr * self.weight_decay if decay else 1.0
+        m, v = state["m"], state["v"]
+        kernels_of(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
+
+    def whole_step(self, data: Array, max_norm: float | None) -> Any:
+        """Return what does whole steps on the device that `data` is on, or None; see `reference.adamw_step`."""
+        return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm)
+
+
+@dataclass(frozen=True)
+class Adam(AdamW):
+    """Adam: `AdamW`, but weight decay, 0 by default, is added to the gradient: g + weight_decay w.
+
+    Source: Kingma and Ba 2015, algorithm 1.
+    """
+
+    weight_decay: float = 0.0
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        if decay and self.weight_decay:
+            grad = grad + self.weight_decay * data
+        super().update(data, grad, state, lr=lr, step=step, decay=False)
+
+    def whole_step(self, data: Array, max_norm: float | None) -> Any:
+        """Return what does whole steps, if there is no weight decay: on a GPU those decay as AdamW does."""
+        return None if self.weight_decay else super().whole_step(data, max_norm)
+
+
+class DividingRule:
+    """A rule that is several: it says which part of the memory each is for (`Groups`, `Muon`)."""
+
+    @property
+    def lr(self) -> LearningRate:
+        raise NotImplementedError
+
+    def divide(self, part: FlatRange) -> Iterable[tuple[FlatRange, Rule]]:
+        """Cut a range of memory into parts, each with its rule, which may divide it further."""
+        raise NotImplementedError
+
+    def check(self, params: Sequence[Parameter]) -> None:
+        """Raise ValueError if it does not fit all parameters of an optimizer, of which `divide` may see a share."""
+
+    def init(self, data: Array) -> dict[str, Array]:
+        raise TypeError(f"{type(self).__name__} {_DIVIDES}")
+
+    def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
+        raise TypeError(f"{type(self).__name__} {_DIVIDES}")
+
+
+def divided(part: FlatRange, rule: Rule) -> Iterator[tuple[FlatRange, Rule]]:
+    """Cut a part of the memory into what one rule each updates."""
+    if isinstance(rule, DividingRule):
+        for own_part, own in rule.divide(part):
+            yield from divided(own_part, own)
+    else:
+        yield part, rule
+
+
+def _zeros(data: Array) -> Array:
+    return xp_of(data).zeros_like(widened(data[:0]), shape=data.shape)
