@@ -246,7 +246,7 @@ def test_what_is_nobody_s_mistake_but_ours_keeps_its_traceback() -> None:
 
 def test_what_a_checkpoint_fits_cannot_change() -> None:
     fixed = {f.name for f in fields(TrainSettings) if f.metadata["fixed"]}
-    assert fixed == {"seed", "layers", "heads", "width", "context", "vocab", "dtype", "compress"}
+    assert fixed == {"seed", "layers", "heads", "width", "context", "vocab", "dtype"}
 
 
 @pytest.mark.parametrize(
