@@ -150,10 +150,10 @@ def products_by_op(size: str) -> dict[str, list[tuple[Any, Any, Any]]]:
             pairs += [*forward, *forward, (weights.mT, queries), (weights.mT, queries)]  # forward, then ds, dq, dv, dk
         return pairs
 
-    pairs: dict[str, list[tuple[Any, Any]]] = {"linear": [], "causal_attention": []}
+    pairs: dict[str, list[tuple[Any, Any]]] = {"linear": [], "feed_forward": [], "causal_attention": []}
     for _ in range(s["num_layers"]):
         pairs["linear"] += linear(width, 3 * width) + linear(width, width)
-        pairs["linear"] += linear(width, 4 * width) + linear(4 * width, width)
+        pairs["feed_forward"] += linear(width, 4 * width) + linear(4 * width, width)
         pairs["causal_attention"] += attention()
     pairs["unembed"] = linear(width, s["vocab_size"])
     shared: dict[Any, Any] = {}  # as an allocator would reuse them

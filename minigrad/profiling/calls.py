@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -90,12 +91,12 @@ class Calls:
         self.moved[kind] = sum(getattr(x, "nbytes", 0) for x in (*arrays, *outputs))
         return result
 
-    def of_products(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a kernel that multiplies matrices, and notes which."""
+    def of_products(self, kernel: Callable[..., Any], *, turned: bool = False) -> Callable[..., Any]:
+        """Return a kernel that multiplies a by b, or by b^T where b is turned, and notes which."""
 
         def product(a: Array, b: Array, *rest: Any, **options: Any) -> Any:
             if type(a) is type(b) is np.ndarray and a.size and b.size:
-                self.products[self._op, _operand(a), _operand(b)] += 1
+                self.products[self._op, _operand(a), _operand(b.T if turned else b)] += 1
             return kernel(a, b, *rest, **options)
 
         return product
@@ -130,8 +131,9 @@ def watching() -> Iterator[Calls]:
     """Note every call inside, of this thread's ops and of all products and update rules."""
     calls = Calls()
     with ExitStack() as stack:
-        for name in ("product", "linear"):
+        for name in ("product", "linear", "linear_gelu"):
             stack.enter_context(replaced(name, calls.of_products))
+        stack.enter_context(replaced("linear_gelu_back", partial(calls.of_products, turned=True)))
         for name in RULES:
             stack.enter_context(replaced(name, calls.of_rule))
         stack.enter_context(hooked_by(calls))

@@ -278,7 +278,7 @@ def main_of(name: str) -> list[str]:
         ("mlp_digits", "gpt_single", 36),
         ("gpt_single", "gpt_ddp", 13),
         ("gpt_single", "gpt_pipeline", 15),
-        ("gpt_pipeline", "gpt_hybrid", 17),
+        ("gpt_pipeline", "gpt_hybrid", 18),
         ("gpt_pipeline", "schedule_from_csv", 11),
         ("gpt_pipeline", "custom_schedule", 14),
         ("mlp_digits", "custom_op", 5),
@@ -307,7 +307,7 @@ def test_digits_are_split_alike_every_time() -> None:
 
 def test_scikit_learn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ValueError, match=r"^the digits come with scikit-learn, so install that first: "):
+    with pytest.raises(ValueError, match=r"^this script, whose digits come with it, needs scikit-learn: pip install "):
         load_digits()
 
 
