@@ -35,7 +35,8 @@ NEWCOMERS = "newcomers"
 """A folder with a file for each process that is being started, whose name is its number."""
 _GIVEN_UP_SECONDS = 5.0  # for the launcher to end a job that it was told is lost
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # here, as nothing may be loaded between a fork and what follows it
+# Linux alone has it. Here, as nothing may be loaded between a fork and what follows it.
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def job_folder() -> Path | None:
@@ -126,8 +127,12 @@ def end_now() -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it dies, so that no rank outlives its launcher."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Let the kernel kill this process when the one that started it dies, so that no rank outlives its launcher.
+
+    Only Linux does; elsewhere a launcher that is killed leaves its ranks.
+    """
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:

@@ -42,15 +42,15 @@ def feed_forward(
     wide, kept = kernels.linear_gelu(rows, w1, b1, exact)
     y = kernels.linear(wide, w2, b2).reshape(*shape[:-1], w2.shape[1])
     del wide
-    middle: tuple[Any, ...] = ()  # of the backward, once the first vjp has made them: g, gelu(h), dh, parts of db1
+    middle: tuple[Any, ...] = (None,)  # of the backward, once a vjp has made them: g, gelu(h), dh, parts of db1
 
     def back(g: Array) -> tuple[Any, ...]:
         nonlocal kept, middle
-        if not middle:
-            middle = g, *kernels.linear_gelu_back(_rows(g), w2, kept, exact)
-            kept = None  # used up
         if middle[0] is not g:
-            raise RuntimeError("feed_forward: its vjps were asked before, with another cotangent")
+            if kept is None:  # a cotangent before this one has used it up
+                kept = kernels.linear_gelu(rows, w1, b1, exact)[1]
+            middle = g, *kernels.linear_gelu_back(_rows(g), w2, kept, exact)
+            kept = None
         return middle[1:]
 
     def vjp_x(g: Array) -> Array:

@@ -34,7 +34,7 @@ def main() -> None:
 
 def run(comm: Communicator, arguments: list[str]) -> None:
     """Run the script as if these ranks were all that there are."""
-    train_gpt.world = lambda: comm
+    train_gpt.world = lambda **_: comm
     command_line.launcher_size = lambda: comm.size
     sys.argv = ["train_gpt.py", *arguments]
     train_gpt.main()
