@@ -4,6 +4,7 @@ Bits are compared where sums have one order: between two ranks, and between thre
 """
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,10 +36,22 @@ LEVELS = (1, 2)
 deterministic = pytest.mark.ranks(2, 3)
 
 
-def train(comm, zero, *, pp=1, schedule="1f1b", rule="adamw", max_norm=np.inf, num_steps=2, accumulate=1, frozen=()):
+def train(
+    comm,
+    zero,
+    *,
+    config=CONFIG,
+    pp=1,
+    schedule="1f1b",
+    rule="adamw",
+    max_norm=np.inf,
+    num_steps=2,
+    accumulate=1,
+    frozen=(),
+):
     """Train a GPT; return losses, norms and the parameters, of this rank."""
     mesh = Mesh(comm, dp=comm.size // pp, pp=pp)
-    stages = PipelineStage.of(gpt.layers(CONFIG), mesh.pp, SCHEDULES[schedule], dtype=np.float64)
+    stages = PipelineStage.of(gpt.layers(config), mesh.pp, SCHEDULES[schedule], dtype=np.float64)
     for p in stages.parameters():
         p.requires_grad = p.name not in frozen
     ddp = DistributedDataParallel(
@@ -50,7 +63,7 @@ def train(comm, zero, *, pp=1, schedule="1f1b", rule="adamw", max_norm=np.inf, n
     first = sum(samples[: mesh.dp.rank])
     losses, norms = [], []
     for step in range(num_steps):
-        ids = np.random.default_rng(step).integers(0, CONFIG.vocab_size, (accumulate, sum(samples), 7))
+        ids = np.random.default_rng(step).integers(0, config.vocab_size, (accumulate, sum(samples), 7))
         optimizer.zero_grad()
         for number, part in enumerate(ids):
             own = part[first : first + samples[mesh.dp.rank]]
@@ -101,10 +114,11 @@ def test_shards_of_a_pipeline_train_to_the_same_bits(ranks, schedule):
 @pytest.mark.parametrize("rule", RULES)
 def test_shards_train_to_the_same_bits_with_every_schedule(ranks, schedule, rule):
     for pp in (pp for pp in (1, 2, 4) if ranks.size % pp == 0 and 1 < ranks.size // pp <= 4):
-        without = ranks.run(lambda comm, pp=pp: train(comm, 0, pp=pp, schedule=schedule, rule=rule))
+        num_blocks = max(CONFIG.num_layers, SCHEDULES[schedule].num_stages(pp))  # one a stage at least
+        options = {"pp": pp, "schedule": schedule, "rule": rule, "config": replace(CONFIG, num_layers=num_blocks)}
+        without = ranks.run(lambda comm, options=options: train(comm, 0, **options))
         for zero in LEVELS:
-            run = ranks.run(lambda comm, pp=pp, zero=zero: train(comm, zero, pp=pp, schedule=schedule, rule=rule))
-            check_same(run, without)
+            check_same(ranks.run(lambda comm, zero=zero, options=options: train(comm, zero, **options)), without)
 
 
 @pytest.mark.ranks(2, 4)
