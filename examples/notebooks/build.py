@@ -16,12 +16,21 @@ from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import jupytext
-import nbformat
-from nbclient import NotebookClient
-from nbformat import NotebookNode
-from PIL import Image
-from traitlets.config import Config
+from minigrad.extras import needs
+
+try:
+    import jupytext
+    import nbformat
+    from nbclient import NotebookClient
+    from nbformat import NotebookNode
+    from PIL import Image
+    from traitlets.config import Config
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    package = {"PIL": "pillow"}.get(str(error.name), str(error.name))
+    print(needs("a notebook, to be built,", package, "notebooks"), file=sys.stderr)
+    sys.exit(2)
 
 FOLDER = Path(__file__).parent
 LIMIT_SECONDS = 120  # for a cell

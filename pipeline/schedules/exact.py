@@ -116,7 +116,9 @@ def _solver() -> Any:
     try:
         return import_module("highspy")
     except ImportError as error:
-        raise RuntimeError("an exact answer needs highspy: pip install highspy") from error
+        raise RuntimeError(  # in the words of `minigrad.extras.needs`, which is not for plain Python: it brings NumPy
+            "an exact answer needs highspy: pip install highspy, or pip install '.[exact]' in the project's folder"
+        ) from error
 
 
 Terms = dict[int, float]

@@ -6,6 +6,7 @@ import sys
 import pytest
 from all_orders import SMALL, random_problem, shortest_times
 
+from minigrad.extras import needs
 from pipeline import check_deadlock_free, lower, validate
 from pipeline.cli.main import main
 from pipeline.schedules.bound import lower_bounds
@@ -111,4 +112,4 @@ def test_what_it_cannot_answer_is_refused(problem, measure, message):
 def test_without_the_package_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "highspy", None)
     assert main(["search", "--ranks", "2", "--exact"]) == 2
-    assert "an exact answer needs highspy: pip install highspy" in capsys.readouterr().err
+    assert needs("an exact answer", "highspy", "exact") in capsys.readouterr().err

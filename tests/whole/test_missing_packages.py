@@ -10,6 +10,7 @@ from jobs import ROOT
 OPTIONAL = (
     "cupy",
     "highspy",
+    "jupytext",
     "matplotlib",
     "ml_dtypes",
     "numba",
@@ -82,6 +83,8 @@ def test_a_gpt_trains_without_any_and_says_what_its_pictures_lack(tmp_path):
         ("examples/mlp_digits.py", "scikit-learn", "examples"),
         ("-m distributed.data.tokenizer text tokens", "tokenizers", "text"),
         ("-m pipeline draw 1f1b --stages 2 --microbatches 2 --png a.png", "matplotlib", "draw"),
+        ("-m pipeline search --ranks 2 --exact", "highspy", "exact"),
+        ("examples/notebooks/build.py", "jupytext", "notebooks"),
     ],
 )
 def test_what_needs_one_names_it_and_its_extra_in_one_line(line, package, extra, tmp_path):
