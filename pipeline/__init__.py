@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from distributed.trace.perfetto import Event, perfetto
     from pipeline.runtime.executor import PipelineExecutor, PipelineOutput
     from pipeline.runtime.layer_times import layer_seconds
+    from pipeline.runtime.local_stages import LocalStages
     from pipeline.runtime.partition import StageSpec, cut, cut_by_sizes, cut_by_weights, partition_by_count
-    from pipeline.runtime.stage import LocalStages, PipelineStage
+    from pipeline.runtime.stage import PipelineStage
 
 _IMPORTED_WHEN_ASKED_FOR = {
     "Event": "distributed.trace.perfetto",
-    "LocalStages": "pipeline.runtime.stage",
+    "LocalStages": "pipeline.runtime.local_stages",
     "PipelineExecutor": "pipeline.runtime.executor",
     "PipelineOutput": "pipeline.runtime.executor",
     "PipelineStage": "pipeline.runtime.stage",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from minigrad.backend import Array, place, to_host, xp_of
 from minigrad.models.generation import Reader, Sampling, go_on
 from minigrad.tensor import Tensor
-from pipeline.runtime.stage import LocalStages
+from pipeline.runtime.local_stages import LocalStages
 from pipeline.schedules.schedule import Schedule
 
 

@@ -29,10 +29,10 @@ from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.handshake import Handshake, agree_on_orders, training_orders
+from pipeline.runtime.local_stages import LocalStages
 from pipeline.runtime.p2p import PointToPoint
 from pipeline.runtime.program import Task, program_of
 from pipeline.runtime.replicas import Reduces, replicas_of
-from pipeline.runtime.stage import LocalStages
 from pipeline.runtime.step import Batch, Mode, PipelineOutput, StepState
 from pipeline.runtime.step_hooks import StepHooks
 from pipeline.schedules.action import Action, Kind

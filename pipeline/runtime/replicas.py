@@ -14,7 +14,7 @@ from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from minigrad.backend import Array
 from minigrad.parameter import Parameter
-from pipeline.runtime.stage import LocalStages
+from pipeline.runtime.local_stages import LocalStages
 from pipeline.schedules.action import Action
 from pipeline.schedules.whole_step import Bucket, Replica
 

@@ -16,7 +16,8 @@ from minigrad import nn
 from minigrad.models import gpt, mlp
 from pipeline.__main__ import main
 from pipeline.cli import verify as verify_command
-from pipeline.runtime.stage import LocalStages, PipelineStage
+from pipeline.runtime.local_stages import LocalStages
+from pipeline.runtime.stage import PipelineStage
 from pipeline.verify import Case, MismatchError, verify
 
 CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=4, num_heads=2, width=8, dropout=0.1)
