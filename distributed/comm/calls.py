@@ -56,7 +56,10 @@ class Call(NamedTuple):
 
 
 def call_site() -> str:
-    """Say which line called a communicator: `train.py:31`, or `train.py:31, in DistributedDataParallel.mean`."""
+    """Say which line called a communicator.
+
+    As `train.py:31`, or `train.py:31, in DistributedDataParallel.mean`.
+    """
     inner: FrameType | None = sys._getframe(1)
     while inner is not None and _module(inner).startswith(_COMM_PACKAGE):
         inner = inner.f_back
@@ -93,7 +96,14 @@ def describe_mismatch(number: int, calls: Mapping[int, tuple[str, str]], label: 
 
 
 def join_call(calls: dict[int, tuple[str, str]], number: int, rank: int, call: Call, label: str) -> str | None:
-    """Add a rank's call to those at one number of a communicator; say which two differ, if two do."""
+    """Add a rank's call to those at one number of a communicator.
+
+    Says which two differ, if two do.
+
+    Args:
+        calls: by rank, those that have come so far; changed in place.
+        number: of the call, counted from the communicator's first.
+    """
     calls[rank] = str(call), call_site()
     return describe_mismatch(number, calls, label)
 

@@ -66,10 +66,11 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def waited_seconds(self) -> float:
-        """How long this rank has been blocked so far, in waits of this communicator and of all that share its origin.
+        """How long this rank has been blocked so far.
 
-        The family is one: a split, a split of a split and the communicator that they come from give the same number.
-        The difference over a step is the communication that nothing hid.
+        It counts waits of this communicator and of all that share its origin. The family is one: a split, a split of a
+        split and the communicator that they come from give the same number. The difference over a step is the
+        communication that nothing hid.
         """
 
     # Collectives: every rank calls them, in the same order.
@@ -79,6 +80,8 @@ class Communicator(ABC):
 
         Collective. Any dtype; the same shape and dtype on every rank.
 
+        Args:
+            array: contiguous; on `root` it is only read.
         Returns:
             Work whose wait() gives `array`.
         Raises:
@@ -152,6 +155,8 @@ class Communicator(ABC):
 
         Collective. Any dtype; the same shape and dtype on every rank.
 
+        Args:
+            array: contiguous, of any shape.
         Returns:
             Work whose wait() gives a new array, (size, *array.shape).
         Raises:
@@ -171,9 +176,9 @@ class Communicator(ABC):
         )
 
     def all_to_all(self, array: Array) -> Work:
-        """Send row r of `array` to rank r, and collect the rows that all ranks send here, in rank order.
+        """Send row r of `array` to rank r, and collect the rows that come here.
 
-        Collective. Any dtype; the same shape and dtype on every rank.
+        They come in rank order. Collective. Any dtype; the same shape and dtype on every rank.
 
         Args:
             array: (size, ...) contiguous.
@@ -191,9 +196,10 @@ class Communicator(ABC):
         )
 
     def buffer(self, num_elements: int, dtype: Any) -> Array:
-        """Return memory from which this communicator reduces fastest: (num_elements,) zeros.
+        """Return memory from which this communicator reduces fastest.
 
-        Collective, blocking. An allreduce of any slice of it takes the fast way, if every rank gives the same slice.
+        It is (num_elements,) zeros. Collective, blocking. An allreduce of any slice of it takes the fast way, if every
+        rank gives the same slice.
 
         Raises:
             ValueError: the ranks ask for different things; the same message on every rank.
@@ -231,10 +237,13 @@ class Communicator(ABC):
         """Block until every rank has called it."""
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        """Make a communicator of the ranks that give the same color, ordered by key, then by rank.
+        """Make a communicator of the ranks that give the same color.
 
-        Collective, blocking. Its messages never meet those of any other communicator.
+        Its ranks are ordered by key, then by rank. Collective, blocking. Its messages never meet those of any other
+        communicator.
 
+        Args:
+            color: 0 or more; key: any integer.
         Raises:
             ValueError: color is negative.
         """
@@ -243,7 +252,10 @@ class Communicator(ABC):
         return self._split(color, key)
 
     def duplicate(self) -> Communicator:
-        """Make a communicator of the same ranks with messages of its own. Collective, blocking."""
+        """Make a communicator of the same ranks with messages of its own.
+
+        Collective, blocking.
+        """
         return self.split(color=0, key=self.rank)
 
     # Point to point: two ranks. The k-th send of a (source, dest, tag) meets the k-th receive.
@@ -254,6 +266,9 @@ class Communicator(ABC):
         May complete before the message is received, or only once the receive is posted: a correct program allows for
         both.
 
+        Args:
+            array: contiguous, of any dtype.
+            dest: a rank of this communicator, this one too; tag: 0 to max_tag.
         Returns:
             Work whose wait() gives `array`, which must not be written to until then.
         Raises:
@@ -266,8 +281,11 @@ class Communicator(ABC):
         return carry(self, "isend", array, lambda part: self._isend(part, dest, tag), written=False)
 
     def irecv(self, array: Array, *, source: int, tag: int) -> Work:
-        """Receive a message of exactly array.nbytes bytes from rank `source` into `array`.
+        """Receive a message of array.nbytes bytes from rank `source` into `array`.
 
+        Args:
+            array: contiguous; overwritten.
+            source: a rank of this communicator, this one too; tag: 0 to max_tag.
         Returns:
             Work whose wait() gives `array`; it raises ValueError where the message has another size.
         Raises:
@@ -288,7 +306,9 @@ class Communicator(ABC):
         return self.irecv(array, source=source, tag=tag).wait()
 
     def sequence(self, steps: MessageSteps) -> Work:
-        """Run an operation of several messages, on host arrays; where work moves by itself, this does too.
+        """Run an operation of several messages, on host arrays.
+
+        Where work moves by itself, this does too.
 
         Args:
             steps: yields each Work, is sent its result, and returns that of the whole: see `sequence.py`.
@@ -296,12 +316,17 @@ class Communicator(ABC):
         return SequenceWork(steps)
 
     def progress(self) -> None:
-        """Let unfinished work move; cheap enough to call between any two ops of a backward."""
+        """Let unfinished work move.
+
+        Cheap enough to call between any two ops of a backward.
+        """
         return  # where work moves by itself
 
     @contextmanager
     def waiting_for(self, what: WaitContext) -> Iterator[None]:
-        """Say in whose name this communicator waits inside the `with`, should a wait last too long.
+        """Say in whose name this communicator waits inside the `with`.
+
+        An error says it, should a wait last too long.
 
             with comm.waiting_for(lambda: f"bucket {i}, pending: {names}"):
                 work.wait()
@@ -317,14 +342,17 @@ class Communicator(ABC):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process took the place of a rank that died, and has none of the run's state."""
+        """Whether this process took the place of a rank that died.
+
+        It has none of the run's state then.
+        """
         return False
 
     def vote(self, yes: bool, *, idle: bool = False) -> bool:
-        """Return whether all ranks live and all of them say yes: the same on every rank, whoever dies meanwhile.
+        """Return whether all ranks live and all of them say yes.
 
-        Collective, blocking; of a world that survives failures, see `failure.py`. In any other a death ends the job, so
-        nothing is asked.
+        The answer is the same on every rank, whoever dies meanwhile. Collective, blocking; of a world that survives
+        failures, see `failure.py`. In any other a death ends the job, so nothing is asked.
 
         Args:
             idle: this rank has nothing to do meanwhile, and leaves its core to others.
@@ -332,8 +360,12 @@ class Communicator(ABC):
         return yes
 
     def heal(self, how: Heal) -> Communicator:
-        """Return the world that comes after this one, which has lost ranks. Collective over those that live.
+        """Return the world that comes after this one, which has lost ranks.
 
+        Collective over those that live.
+
+        Args:
+            how: whether the dead are replaced, or left out.
         Raises:
             RuntimeError: this is no world that survives failures.
         """
@@ -341,7 +373,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self, message: str) -> NoReturn:
-        """End the whole job, all ranks of it, with this message and the rank that said it."""
+        """End the whole job, all ranks of it, with a message.
+
+        Args:
+            message: what is said, beside the rank that says it.
+        """
 
     # What a subclass supplies; the arguments have been checked.
 

@@ -32,7 +32,9 @@ class Heal(Enum):
 
 
 class RankFailure(RuntimeError):  # noqa: N818  # what failed is the rank
-    """Ranks of this world are dead, so the operation cannot be completed, nor any other of its communicators.
+    """Ranks of this world are dead, so the operation cannot be completed.
+
+    Nor can any other of the world's communicators.
 
     Attributes:
         ranks: those that this rank knows of, numbered as in the world; others may be dead too.

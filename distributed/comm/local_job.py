@@ -17,11 +17,16 @@ class Ended(BaseException):
 
 
 class Killed(BaseException):
-    """Raised in a rank's program it plays a SIGKILL: in a world that survives failures that rank is dead."""
+    """Raised in a rank's program it plays a SIGKILL.
+
+    In a world that survives failures that rank is dead.
+    """
 
 
 class Job:
-    """One run of a world: its lock, its first failure, who waits for what, and who dies.
+    """One run of a world.
+
+    Its lock, its first failure, who waits for what, and who dies.
 
     Args:
         start: starts a newcomer with this number, in the world of a family.
@@ -52,7 +57,10 @@ class Job:
         self._ended: set[int] = set()
 
     def fail(self, error: BaseException) -> None:
-        """Let this error be the failure of the job, unless there is one already, and wake every rank that waits."""
+        """Let this error be the failure of the job, unless there is one already.
+
+        Wakes every rank that waits.
+        """
         with self.changed:
             if self._failure is None:
                 self._failure = error
@@ -129,7 +137,9 @@ class Job:
 
 
 class Family:
-    """A world and all that was split off it: who is dead, how those who live vote, and what comes after it.
+    """A world and all that was split off it.
+
+    Knows who is dead, how those who live vote, and what comes after it.
 
     Args:
         members: numbers that its ranks had in the first world of the job.
@@ -150,12 +160,19 @@ class Family:
         job.add(self)
 
     def begin_call(self, rank: int) -> None:
-        """Let a rank begin a call of a communicator, or die in it, or learn that it cannot be completed."""
+        """Let a rank begin a call of a communicator.
+
+        It may die in it, or learn that it cannot be completed.
+        """
         self._job.count_call(rank)
         self.check()
 
     def check(self) -> None:
-        """End the calling rank if another one has failed; raise RankFailure if one is dead."""
+        """End the calling rank if another one has failed.
+
+        Raises:
+            RankFailure: a rank of the world is dead.
+        """
         self._job.check()
         if self.dead:
             raise RankFailure(self.members.index(rank) for rank in self.dead)
@@ -179,7 +196,10 @@ class Family:
         return self._outcomes[number]
 
     def heal(self, how: Heal, rank: int) -> Family:
-        """Return the family that comes after this one, once all who live have asked for it; newcomers start with it."""
+        """Return the family that comes after this one.
+
+        It is there once all who live have asked for it; newcomers start with it.
+        """
         with self._job.changed:
             self._healing.add(rank)
             self._job.changed.notify_all()

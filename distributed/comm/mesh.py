@@ -6,7 +6,9 @@ from distributed.comm.communicator import Communicator
 
 
 class Mesh:
-    """A dp x pp grid over the ranks of a communicator; pp varies fastest, so that a pipeline's ranks are neighbours.
+    """A dp x pp grid over the ranks of a communicator.
+
+    pp varies fastest, so that a pipeline's ranks are neighbours.
 
         dp=2, pp=3:          pp 0  1  2
                       dp 0      0  1  2      a row is one replica's pipeline, `pp` of its ranks

@@ -49,7 +49,10 @@ _GPU_CALLS = ("broadcast", "allreduce", "isend", "irecv")  # those that work in 
 
 
 def mpi_world(settings: Settings) -> MPICommunicator:
-    """Return the communicator of all ranks, and make an uncaught exception on any of them end the job. Collective."""
+    """Return the communicator of all ranks. Collective.
+
+    From now on an uncaught exception on any of them ends the job.
+    """
     if settings.survive:
         check_ulfm(MPI)
         newcomers = join(MPI, timeout_seconds=settings.timeout_seconds)
@@ -78,7 +81,10 @@ def _world_of(family: MPIFamily, settings: Settings, how: Heal) -> MPICommunicat
 
 
 def finalize_at_exit() -> None:
-    """Let this process end MPI as if all were well, whatever its exit status: every rank must."""
+    """Let this process end MPI as if all were well.
+
+    Whatever its exit status: every rank must call it.
+    """
     # What `python -m mpi4py` sets for a SystemExit; it is looked at after the functions that are registered here.
     atexit.register(MPI._set_abort_status, 0)
 
@@ -179,7 +185,10 @@ class MPICommunicator(Communicator):
         self._collective(Call("barrier"), self._pass_barrier()).wait()
 
     def progress(self) -> None:
-        """Move the unfinished operations of this communicator and of its splits, at most every 200 us."""
+        """Move the unfinished operations of this communicator and of its splits.
+
+        It does so every 200 us at most.
+        """
         self._engine.progress()
 
     def abort(self, message: str) -> NoReturn:
@@ -301,9 +310,9 @@ class MPICommunicator(Communicator):
         return host, between if max(self.gather_objects(between.size)) > 1 else None
 
     def shared_window(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
-        """Allocate memory that the ranks of this communicator, all on one host, share; it lives as long as MPI does.
+        """Allocate memory that the ranks of this communicator share.
 
-        Collective.
+        They are all on one host. It lives as long as MPI does. Collective.
 
         Returns:
             The window, or None and what is wrong.

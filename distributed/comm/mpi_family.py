@@ -104,14 +104,23 @@ class MPIFamily:
         self._processes = self.world.allgather((socket.gethostname(), os.getpid()))
 
     def check(self) -> None:
-        """Raise RankFailure if a rank is dead; a look at what this rank has been told, no message."""
+        """Raise RankFailure if a rank is dead.
+
+        A look at what this rank has been told, no message.
+
+        Raises:
+            RankFailure: a rank is known to be dead.
+        """
         if self._failure is None and self.world.Get_failed().Get_size():
             self._fail()
         if self._failure is not None:
             raise self._failure
 
     def translate(self, error: Exception) -> Exception:
-        """Return RankFailure for an MPI error that a death has caused, any other error as it is."""
+        """Return RankFailure for an MPI error that a death has caused.
+
+        Any other error is returned as it is.
+        """
         if not isinstance(error, self._mpi.Exception):
             return error
         classes = (self._mpi.ERR_PROC_FAILED, self._mpi.ERR_PROC_FAILED_PENDING, self._mpi.ERR_REVOKED)
@@ -130,7 +139,10 @@ class MPIFamily:
             raise self.translate(error) from error
 
     def vote(self, yes: bool, *, idle: bool = False) -> bool:
-        """See `Communicator.vote`: ULFM's agreement, which is the same everywhere."""
+        """Return whether all ranks live and say yes, as `Communicator.vote`.
+
+        It is ULFM's agreement, which is the same everywhere.
+        """
         flag = np.array([yes], np.int32)
         end = time.monotonic() + self._timeout_seconds
         try:
@@ -148,7 +160,10 @@ class MPIFamily:
         return bool(flag[0])
 
     def heal(self, how: Heal) -> MPIFamily:
-        """See `Communicator.heal`. Where MPI cannot, the launcher starts the whole job again."""
+        """Return the world after this one, as `Communicator.heal`.
+
+        Where MPI cannot, the launcher starts the whole job again.
+        """
         if self._failure is None:
             self._fail()
         with lost_if("the ranks that live did not meet", seconds=self._timeout_seconds):
@@ -203,7 +218,10 @@ class MPIFamily:
 
 
 def join(mpi: Any, *, timeout_seconds: float) -> MPIFamily | None:
-    """Join the world that this process was started for in a dead rank's place; None for any other process."""
+    """Join the world that this process was started for, in a dead rank's place.
+
+    Returns None for any process that was not started for that.
+    """
     parents = mpi.Comm.Get_parent()
     if parents == mpi.COMM_NULL:
         return None
@@ -224,10 +242,11 @@ def join(mpi: Any, *, timeout_seconds: float) -> MPIFamily | None:
 
 @contextmanager
 def lost_if(what: str, *, seconds: float, dies: Iterable[int] = ()) -> Iterator[None]:
-    """Lose the job where what is inside takes too long, or a process that takes part in it dies.
+    """Lose the job where what is inside takes too long.
 
-    Open MPI's calls that start processes and meet them may not return when one that takes part dies meanwhile. A thread
-    watches, since mpi4py lets Python go on in these calls.
+    Or, if `dies` says so, where a process that takes part in it dies. Open MPI's calls that start processes and meet
+    them may not return when one that takes part dies meanwhile. A thread watches, since mpi4py lets Python go on in
+    these calls.
 
     Args:
         what: would be the fault.
@@ -260,10 +279,10 @@ def lost_if(what: str, *, seconds: float, dies: Iterable[int] = ()) -> Iterator[
 
 @contextmanager
 def dead_if_stuck() -> Iterator[None]:
-    """Kill this process where what is inside takes far too long: the start of MPI in a newcomer whose parents died.
+    """Kill this process where what is inside takes far too long.
 
-    It is SIGALRM that kills, which the kernel sends: mpi4py starts MPI with Python's lock in its hand, so no thread
-    could. For the main thread only.
+    That is the start of MPI in a newcomer whose parents died. It is SIGALRM that kills, which the kernel sends: mpi4py
+    starts MPI with Python's lock in its hand, so no thread could. For the main thread only.
     """
     handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     before = signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS)
@@ -276,7 +295,10 @@ def dead_if_stuck() -> Iterator[None]:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Let MPI start inside; a newcomer that it fails or hangs in, as those who started it are dead, ends quietly."""
+    """Let MPI start inside.
+
+    A newcomer that it fails or hangs in, as those who started it are dead, ends quietly.
+    """
     folder = job_folder()
     if folder is not None:
         die_with_parent()
@@ -294,10 +316,11 @@ def starting() -> Iterator[None]:
 
 
 def leave_at_exit(world: Any) -> None:
-    """Let this process end as soon as all ranks of a world come to their end, without MPI's own farewell.
+    """Let this process end as soon as all ranks of a world come to their end.
 
-    Between processes of which some were started later or have died that farewell (MPI_Finalize) may wait for ever, in
-    Open MPI 5.0. The launcher sees killed processes and says so; `python -m distributed.recovery` knows better.
+    Without MPI's own farewell. Between processes of which some were started later or have died that farewell
+    (MPI_Finalize) may wait for ever, in Open MPI 5.0. The launcher sees killed processes and says so; `python -m
+    distributed.recovery` knows better.
     """
     atexit.unregister(_leave)  # for the world before
     atexit.register(_leave, world)

@@ -16,9 +16,9 @@ from distributed.comm.shared_memory import SharedWindow
 
 
 def allocate_shared(mpi: Any, comm: Any, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
-    """Allocate memory that the ranks of a communicator, all on one host, share; it lives as long as MPI does.
+    """Allocate memory that the ranks of a communicator share.
 
-    Collective. The window may be used once every rank is back.
+    They are all on one host. It lives as long as MPI does. Collective. The window may be used once every rank is back.
 
     Args:
         mpi: mpi4py.MPI.
@@ -43,7 +43,10 @@ def allocate_shared(mpi: Any, comm: Any, num_bytes: int) -> tuple[SharedWindow |
 
 @cache
 def is_cuda_aware() -> bool:
-    """Return whether this MPI reads and writes GPU memory, as it says itself: MPIX_Query_cuda_support."""
+    """Return whether this MPI reads and writes GPU memory.
+
+    It says so itself: MPIX_Query_cuda_support.
+    """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     for path in {line.split()[-1] for line in lines if "/libmpi" in line}:

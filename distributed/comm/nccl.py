@@ -33,9 +33,10 @@ _COLLECTIVES = ("broadcast", "allreduce", "reduce_scatter", "allgather", "all_to
 
 
 def with_nccl(comm: Communicator) -> Communicator:
-    """Let collectives of GPU arrays go through NCCL; return `comm` itself where ranks share a GPU or lack NCCL.
+    """Let collectives of GPU arrays go through NCCL.
 
-    Collective. Every rank has made the GPU that it uses the current one.
+    Returns `comm` itself where ranks share a GPU or lack NCCL. Collective. Every rank has made the GPU that it uses the
+    current one.
     """
     devices = comm.gather_objects(gpu_bus_id() if nccl_module() is not None else None)
     if comm.size == 1 or None in devices or len(set(devices)) < comm.size:
@@ -44,7 +45,10 @@ def with_nccl(comm: Communicator) -> Communicator:
 
 
 class NCCLCommunicator(Communicator):
-    """A communicator over another one of the same ranks, each with a GPU of its own. Making one is collective."""
+    """A communicator over another one of the same ranks, each with its own GPU.
+
+    Making one is collective.
+    """
 
     def __init__(self, host: Communicator) -> None:
         super().__init__(host.rank, host.size, max_message_elements=host.max_message_elements)

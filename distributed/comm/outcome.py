@@ -93,14 +93,23 @@ def forget(folder: Path) -> None:
 
 
 def note_end(status: int = 0) -> None:
-    """Note that the job came to its end: on all ranks, or in an error that all of them have."""
+    """Note that the job came to its end.
+
+    On all ranks, or in an error that all of them have.
+
+    Args:
+        status: exit status of the job, 0 if all is well.
+    """
     folder = job_folder()
     if folder is not None and (status or not (folder / _ENDED).exists()):
         (folder / _ENDED).write_text(str(status))
 
 
 def read_end(folder: Path) -> int | None:
-    """Return the exit status that ranks noted in a folder; None where they came to no end."""
+    """Return the exit status that ranks noted in a folder.
+
+    None where they came to no end.
+    """
     try:
         return int((folder / _ENDED).read_text() or 0)
     except FileNotFoundError:
@@ -108,7 +117,10 @@ def read_end(folder: Path) -> int | None:
 
 
 def lose(why: str) -> NoReturn:
-    """Let the launcher start the job again; without one, end this process, which ends the job."""
+    """Let the launcher start the job again.
+
+    Without one, end this process, which ends the job.
+    """
     if job_folder() is not None:
         sys.stdout.flush()
         os.write(2, f"\n{LOST}{why}\n".encode())
@@ -127,16 +139,19 @@ def end_now() -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it dies, so that no rank outlives its launcher.
+    """Let the kernel kill this process when the one that started it dies.
 
-    Only Linux does; elsewhere a launcher that is killed leaves its ranks.
+    So no rank outlives its launcher. Only Linux does; elsewhere a launcher that is killed leaves its ranks.
     """
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process of this host lives; one that is dead and not yet buried does not."""
+    """Return whether a process of this host lives.
+
+    One that is dead and not yet buried does not.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:

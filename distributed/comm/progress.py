@@ -34,7 +34,10 @@ class FaultWatch(Protocol):
         """Raise RankFailure if it knows of a death."""
 
     def translate(self, error: Exception) -> Exception:
-        """Return RankFailure for an error that a death has caused, any other error as it is."""
+        """Return RankFailure for an error that a death has caused.
+
+        Any other error is returned as it is.
+        """
 
 
 def until_done(request: Request, result: Array, *kept: Array) -> Steps:
@@ -66,7 +69,9 @@ _PROGRESS_SECONDS = 200e-6  # a poll of many operations costs microseconds, and 
 
 
 class Engine:
-    """The unfinished operations of a family of communicators; keeps them and their arrays alive until they are done.
+    """The unfinished operations of a family of communicators.
+
+    Keeps them and their arrays alive until they are done.
 
     Args:
         rank: in the world, for an error message.
@@ -128,7 +133,9 @@ class Engine:
             self._poll_all()
 
     def wait_for(self, operation: Operation) -> None:
-        """Block until an operation is complete; meanwhile move the others, which other ranks may wait for.
+        """Block until an operation is complete.
+
+        Meanwhile move the others, which other ranks may wait for.
 
         Raises:
             TimeoutError: it took too long.
@@ -193,7 +200,10 @@ class Engine:
 
 
 class Operation(Work):
-    """An operation that an engine moves; an error of it is kept for wait() and test(), whoever finds it first."""
+    """An operation that an engine moves.
+
+    An error of it is kept for wait() and test(), whoever finds it first.
+    """
 
     def __init__(self, engine: Engine, steps: Steps, describe: Callable[[], str]) -> None:
         self._engine = engine
@@ -219,7 +229,10 @@ class Operation(Work):
         return self.complete or self._engine.move(self)
 
     def step(self) -> bool:
-        """Run to the next yield; return whether that was the end. Only the engine calls it, in its lock."""
+        """Run to the next yield; return whether that was the end.
+
+        Only the engine calls it, in its lock.
+        """
         if self._moving:
             return False  # it is just starting another operation, which lets all of them move
         self._moving = True

@@ -53,7 +53,10 @@ class RankOrderReduction:
         return (yield from until_done(request, array))
 
     def reduce_own_slice(self, flat: Array, op: ReduceOp) -> Steps:
-        """Send every rank its slice of `flat`, and add up in rank order what comes for the own one."""
+        """Send every rank its slice of `flat`, and add up what comes for the own one.
+
+        The sum is in rank order.
+        """
         own = flat[self._slice_of(self._rank, flat)]
         received = np.empty((self._size, own.size), flat.dtype)
         counts = [own.nbytes] * self._size

@@ -20,7 +20,10 @@ _BLOCK_ELEMENTS = 1 << 16  # at most 512 KiB: a running sum stays in the cache, 
 
 
 class ReduceOp(Enum):
-    """How a reduction combines the values of all ranks. MEAN is the sum, divided once at the end."""
+    """How a reduction combines the values of all ranks.
+
+    MEAN is the sum, divided once at the end.
+    """
 
     SUM = "sum"
     MEAN = "mean"
@@ -32,7 +35,10 @@ _UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MEAN: np.add, ReduceOp.MIN: np.minimum
 
 
 def is_comparison(op: ReduceOp) -> bool:
-    """Return whether an operation picks one of the values. Where one of them is nan, that is the result."""
+    """Return whether an operation picks one of the values.
+
+    Where one of them is nan, that is the result.
+    """
     return op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
@@ -50,7 +56,10 @@ def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
 
 
 def divide_mean(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
-    """Turn the sum over `size` ranks into the result of `op`, in `out`, which may be `total` itself."""
+    """Turn the sum over `size` ranks into the result of `op`, in `out`.
+
+    `out` may be `total` itself.
+    """
     if op is ReduceOp.MEAN:
         total /= size
     if out is not total:
@@ -59,7 +68,9 @@ def divide_mean(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
 
 
 def combine(parts: Sequence[Array], op: ReduceOp, out: Array) -> Array:
-    """Combine what the ranks hold into `out`, in rank order, without the division of a mean.
+    """Combine what the ranks hold into `out`, in rank order.
+
+    Without the division of a mean.
 
     Args:
         parts: (n,) by rank.

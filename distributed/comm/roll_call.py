@@ -43,7 +43,9 @@ class RollCall:
                 self._sent.append(self._comm.isend((question, waits_for()), rank, _ANSWER))
 
     def ask(self, waits_for: Callable[[], str]) -> str:
-        """Ask all other ranks, and describe what they say: `; rank 1 waits for barrier #3; rank 2 does not wait`.
+        """Ask all other ranks, and describe what they say.
+
+        `; rank 1 waits for barrier #3; rank 2 does not wait`.
 
         Args:
             waits_for: of this rank, whom another may be asking too.

@@ -23,7 +23,10 @@ MessageSteps: TypeAlias = Generator[Work, Array, Array]
 
 
 class SequenceWork(Work):
-    """A sequence that moves when it is tested or waited for; one that fails keeps failing, and so says why."""
+    """A sequence that moves when it is tested or waited for.
+
+    One that fails keeps failing, and so says why.
+    """
 
     def __init__(self, steps: MessageSteps) -> None:
         self._steps = steps
@@ -58,7 +61,9 @@ class SequenceWork(Work):
 
 
 class Turn(Work):
-    """Over when the sequence before has launched its later message: `yield turn`, then launch, and `take` it.
+    """Over when the sequence before has launched its later message.
+
+    `yield turn`, then launch, and `take` it.
 
     Args:
         before: that sequence's; None for the first.

@@ -51,7 +51,9 @@ class SharedWindow:
 
 
 class SharedBuffer:
-    """One array on each rank of a communicator, in shared memory, and the reduction of slices of it.
+    """One array on each rank of a communicator, in shared memory.
+
+    It reduces slices of them.
 
     Args:
         window: HEADER_BYTES and the array, for each rank of this host.
@@ -83,7 +85,10 @@ class SharedBuffer:
         return self._between is not None
 
     def reduce_scatter(self, array: Array, op: ReduceOp) -> Steps:
-        """Reduce this rank's slice of an array that this buffer holds, on one host; at the same place on every rank."""
+        """Reduce this rank's slice of an array that this buffer holds, on one host.
+
+        The array is at the same place on every rank.
+        """
         assert self._between is None
         size = array.size // len(self._memory)
         yield from self._reduce(array, op, everywhere=False)
@@ -138,7 +143,10 @@ class SharedBuffer:
 
 
 def lack_of_space(num_bytes: int) -> str | None:
-    """Say what is missing, where a window is too large: MPI might fail on one rank, and the others would wait."""
+    """Say what is missing, where a window is too large.
+
+    MPI might fail on one rank, and the others would wait.
+    """
     if not _FOLDER.exists():
         return None
     free = shutil.disk_usage(_FOLDER).free
@@ -165,7 +173,10 @@ def new_shared_file(num_bytes: int) -> str:
 
 
 def map_shared_file(path: str, rank: int, num_ranks: int, num_bytes: int) -> SharedWindow:
-    """Return a part of a shared file for each rank, for processors that make writes visible in their order (x86)."""
+    """Return a part of a shared file for each rank.
+
+    For processors that make writes visible in their order (x86).
+    """
     whole = np.memmap(path, np.uint8, "r+", shape=(num_ranks, num_bytes))
     return SharedWindow(rank, [np.asarray(part) for part in whole], lambda: None)
 

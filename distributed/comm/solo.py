@@ -15,9 +15,10 @@ from distributed.comm.work import Array, CompletedWork, Work
 
 
 class SoloCommunicator(Communicator):
-    """The group of one rank: every collective is over at once, and a message to itself waits in a queue.
+    """The group of one rank.
 
-    A receive that is waited for before its send would wait for ever, so that wait raises RuntimeError.
+    Every collective is over at once, and a message to itself waits in a queue. A receive that is waited for before its
+    send would wait for ever, so that wait raises RuntimeError.
     """
 
     def __init__(self, *, max_message_elements: int = MAX_MESSAGE_ELEMENTS) -> None:

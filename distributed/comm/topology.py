@@ -49,9 +49,10 @@ def this_place(device: str) -> RankPlace:
 
 
 def blas_threads(num_cores: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many threads a matrix product takes: one a core, or fewer if the environment says so.
+    """Return how many threads a matrix product takes.
 
-    Read off the variables alone: what a program tells its BLAS when it runs is not seen.
+    One a core, or fewer if the environment says so. Read off the variables alone: what a program tells its BLAS when it
+    runs is not seen.
     """
     numbers = (re.match(r"\d+", environ.get(variable, "")) for variable in _THREAD_VARIABLES)
     limits = [int(number[0]) for number in numbers if number and int(number[0]) > 0]
@@ -82,9 +83,9 @@ def describe_places(places: Sequence[RankPlace], library: str) -> str:
 
 
 def short_name(library_version: str) -> str:
-    """Return the name and the version in what an MPI says of itself, which may be pages about its build.
+    """Return the name and the version in what an MPI says of itself.
 
-    "MPICH Version:      5.0.2\\nMPICH Release date: ..."  ->  "MPICH 5.0.2"
+    That may be pages about its build. "MPICH Version:      5.0.2\nMPICH Release date: ..."  ->  "MPICH 5.0.2"
     """
     line = library_version.partition("\n")[0]
     line = re.sub(r"^MPI VERSION\s*:\s*", "", line)  # Cray's heading, before the name

@@ -141,10 +141,10 @@ def _goes_directly(carrier: Carrier, call: str, array: Array) -> bool:
 
 
 class HostCopy:
-    """A GPU array's counterpart in pinned host memory, from which the GPU copies at full speed.
+    """A GPU array's counterpart in pinned host memory.
 
-    All copies run on the stream that is current when this is made: after the kernels that write the array, and before
-    those that the caller launches next.
+    From there the GPU copies at full speed. All copies run on the stream that is current when this is made: after the
+    kernels that write the array, and before those that the caller launches next.
 
     Args:
         array: a CuPy array.
@@ -161,7 +161,10 @@ class HostCopy:
             self._stream.synchronize()
 
     def land(self, values: Array, target: Any) -> Array:
-        """Copy `values`, which lie on the host, into the GPU array `target`, and return that."""
+        """Copy `values` from the host into the GPU array `target`.
+
+        Returns `target`.
+        """
         if target.size:
             target.set(values, stream=self._stream)
             self._stream.synchronize()  # or the pinned memory could serve another message while it is still read

@@ -16,7 +16,10 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> Array:
-        """Block until the operation is complete and return its result; later calls return it again."""
+        """Block until the operation is complete and return its result.
+
+        Later calls return it again.
+        """
 
     @abstractmethod
     def test(self) -> bool:

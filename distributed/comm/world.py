@@ -114,7 +114,10 @@ def _environment_flag(variable: str, environ: Mapping[str, str] = os.environ) ->
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an MPI launcher (mpirun, mpiexec, srun) started this process, and not one of its ranks."""
+    """Return whether an MPI launcher (mpirun, mpiexec, srun) started this process.
+
+    False in a process that one of its ranks started.
+    """
     if _started_by_a_rank(environ):
         return False
     # A Slurm step of one task may be a person's interactive shell, and needs no MPI either way.
@@ -149,33 +152,46 @@ def _launcher(environ: Mapping[str, str]) -> str:
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank before MPI has started, 0 outside a launcher: who prints an argument error."""
+    """Return this process's rank before MPI has started, 0 outside a launcher.
+
+    It decides who prints an argument error.
+    """
     if not launched_by_mpi(environ):
         return 0
     return next(int(environ[variable]) for variable in (*_RANK_VARIABLES, "SLURM_PROCID") if variable in environ)
 
 
 def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks there are before MPI has started, 1 outside a launcher; None where it does not say."""
+    """Return how many ranks there are before MPI has started.
+
+    1 outside a launcher; None where it does not say.
+    """
     if not launched_by_mpi(environ):
         return 1
     return next((int(environ[variable]) for variable in _SIZE_VARIABLES if variable in environ), None)
 
 
 def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process takes the place of a rank that died, before MPI has started."""
+    """Return whether this process takes the place of a rank that died.
+
+    It can be asked before MPI has started.
+    """
     return NEWCOMER in environ
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's place among the ranks of its host, 0 outside a launcher: which GPU to take."""
+    """Return this process's place among the ranks of its host.
+
+    0 outside a launcher. It says which GPU to take.
+    """
     return next((int(environ[variable]) for variable in _LOCAL_RANK_VARIABLES if variable in environ), 0)
 
 
 def describe(comm: Communicator, device: str = "cpu") -> str:
-    """Describe the ranks for a start line: `2 ranks on 1 host, Open MPI v5.0.11, 1 thread and 8 cores a rank, cpu`.
+    """Describe the ranks for a start line.
 
-    Collective. It warns at the end where ranks are in each other's way; see `describe_places`.
+    `2 ranks on 1 host, Open MPI v5.0.11, 1 thread and 8 cores a rank, cpu`. Collective. It warns at the end where ranks
+    are in each other's way; see `describe_places`.
 
     Args:
         device: where this rank's arrays are: "cpu", or "cuda" for the current GPU, whose name the line gives.

@@ -130,8 +130,12 @@ class PipelineExecutor:
         return self._train(self._begin(Mode.TRAIN, x, y, weights=weights), hooks).loss
 
     def step_on_device(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> Array:
-        """Run forward and backward of a batch, as `step`, and ask the device nothing, so that a CUDA graph can have it.
+        """Run forward and backward of a batch, and ask the device nothing.
 
+        As `step`, but so that a CUDA graph can have it.
+
+        Args:
+            x, y, hooks: as in `step`.
         Returns:
             () the mean loss of the batch, on every rank, where the model is: reading it waits for a GPU.
         """
@@ -147,7 +151,9 @@ class PipelineExecutor:
         weights: Sequence[float] | None = None,
         input_grads: bool = False,
     ) -> PipelineOutput:
-        """Run forward and backward of a batch, as `step`, and return what each micro-batch gave.
+        """Run forward and backward of a batch; return what each micro-batch gave.
+
+        Otherwise as `step`.
 
         Args:
             input_grads: whether the gradient of x is wanted too.
@@ -156,7 +162,9 @@ class PipelineExecutor:
         return self._train(state, hooks)
 
     def evaluate(self, x: Batch | None, y: Batch | None, *, weights: Sequence[float] | None = None) -> float:
-        """Return the mean loss of a batch, on every rank. Records nothing; `stages.eval()` turns dropout off.
+        """Return the mean loss of a batch, on every rank.
+
+        Records nothing; `stages.eval()` turns dropout off.
 
         Args:
             weights: as in `step`.
@@ -164,15 +172,23 @@ class PipelineExecutor:
         return self._forward(self._begin(Mode.EVALUATE, x, y, weights=weights)).loss
 
     def weigh(self, y: Batch, count: Callable[[Array], float]) -> list[float]:
-        """Return what `count` says of each micro-batch of y, for `step`'s weights. Not collective.
+        """Return what `count` says of each micro-batch of y, for `step`'s weights.
 
-        weights = pipe.weigh(y, lambda part: (part != IGNORED).sum())
+        Not collective.
+
+            weights = pipe.weigh(y, lambda part: (part != IGNORED).sum())
+
+        Args:
+            count: of the targets of one micro-batch: over how many things its loss is the mean.
         """
         most = self.num_microbatches
         return [float(count(part)) for part in microbatch.as_microbatches(y, microbatch.num_parts(y, most), "y")]
 
     def predict(self, x: Batch | None) -> list[Array]:
-        """Return the outputs for a batch, by micro-batch, on the last stage's rank; elsewhere an empty list."""
+        """Return the outputs for a batch, by micro-batch.
+
+        They are on the last stage's rank; elsewhere the list is empty.
+        """
         return self._forward(self._begin(Mode.PREDICT, x, None, keep_outputs=True)).outputs
 
     def forward(self, x: Batch | None, *, input_grads: bool = False) -> PipelineOutput:
@@ -205,10 +221,13 @@ class PipelineExecutor:
         return self._backward(self._programs_apart(state.num_microbatches)[1], state, hooks, self._end)
 
     def check_deadlock_free(self, ddp: Reduces) -> None:
-        """Prove that messages and the reductions of `ddp`, taken together, make no ranks wait for each other.
+        """Prove that no ranks wait for each other, reductions included.
 
-        Messages alone are proved when this is made. Collective over the ranks of all replicas.
+        Messages and the reductions of `ddp` are taken together. Messages alone are proved when this is made. Collective
+        over the ranks of all replicas.
 
+        Args:
+            ddp: what reduces the gradients of these stages over replicas.
         Raises:
             ValueError: a bucket has a parameter of no stage here, or the schedule does not allow these sizes.
             ScheduleError: what is stuck, in ranks of all replicas; the same on every rank.
@@ -218,10 +237,10 @@ class PipelineExecutor:
         check_whole_step(replicas, rank_of=self._schedule.rank_of, num_stages=self._last_stage + 1)
 
     def cancel(self) -> None:
-        """Give up a `forward` whose backward will not come, and what it keeps. On every rank, or on none.
+        """Give up a `forward` whose backward will not come, and what it keeps.
 
-        After an exception in a step this is done already. A single rank can then go on with the next step; with
-        several, the others may wait for messages of this one, so a new executor is needed.
+        On every rank, or on none. After an exception in a step this is done already. A single rank can then go on with
+        the next step; with several, the others may wait for messages of this one, so a new executor is needed.
         """
         self._waiting = None
         for stage in self.stages:

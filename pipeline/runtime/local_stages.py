@@ -65,7 +65,10 @@ class LocalStages:
         return len(self._stages)
 
     def parameters(self) -> list[Parameter]:
-        """Return all parameters, each once; tied ones first, so that in launch order they come last."""
+        """Return all parameters, each once.
+
+        Tied ones come first, so that in launch order they come last.
+        """
         return list(dict.fromkeys([*self.tied, *self._distinct()]))
 
     def buffers(self) -> list[Buffer]:
@@ -73,7 +76,10 @@ class LocalStages:
         return list(dict.fromkeys(buffer for stage in self._stages for buffer in stage.buffers()))
 
     def counted_parameters(self) -> list[Parameter]:
-        """Return the parameters that this rank counts in a sum over the whole model: tied ones on one rank only."""
+        """Return the parameters that this rank counts in a sum over the whole model.
+
+        Tied ones count on one rank only.
+        """
         return [p for p in self.parameters() if p not in self._counted_elsewhere]
 
     def train(self, training: bool = True) -> None:
@@ -86,19 +92,27 @@ class LocalStages:
         self.train(False)
 
     def tied_states(self) -> dict[str, bool | None]:
-        """Tell of each parameter that is tied on any rank whether it is trained here; None where it is not here."""
+        """Tell of each parameter tied on any rank whether it is trained here.
+
+        None where it is not here.
+        """
         own = {p.name: p.requires_grad for p in self.tied}
         return {name: own.get(name) for name in self._shared}
 
     def set_tied_aside(self) -> list[tuple[Parameter, Array]]:
-        """Take the gradients of tied parameters off them: they are sums over ranks already, unlike those to come."""
+        """Take the gradients of tied parameters off them.
+
+        They are sums over ranks already, unlike those to come.
+        """
         before = [(p, p.grad.copy()) for p in self._trainable_tied() if p.has_grad and p.grad is not None]
         for p, _ in before:
             p.grad = None
         return before
 
     def sum_tied(self, before: Sequence[tuple[Parameter, Array]]) -> None:
-        """Sum the gradients of tied parameters over the ranks that hold them. Collective.
+        """Sum the gradients of tied parameters over the ranks that hold them.
+
+        Collective.
 
         Args:
             before: from `set_tied_aside`; added afterwards.

@@ -20,7 +20,9 @@ from minigrad.backend import Array, xp_of
 
 
 def split(batch: Array, num_microbatches: int) -> list[Array]:
-    """Cut a batch along its first axis into parts of nearly equal size, the larger ones first. Views.
+    """Cut a batch along its first axis into parts of nearly equal size.
+
+    Views; the larger ones come first.
 
     Raises:
         ValueError: there is no batch axis, or there are fewer samples than micro-batches.
@@ -54,7 +56,10 @@ def as_microbatches(x: Array | Sequence[Array], num_microbatches: int, name: str
 
 
 def num_parts(x: Array | Sequence[Array], at_most: int) -> int:
-    """Return how many micro-batches a batch makes where there need not be so many: as many as it has samples."""
+    """Return how many micro-batches a batch makes where fewer will do.
+
+    As many as it has samples, up to `at_most`.
+    """
     return max(1, min(len(x) if isinstance(x, (list, tuple)) or _as_array(x).ndim else 1, at_most))
 
 

@@ -88,7 +88,10 @@ class PointToPoint:
             self._headers[receive] = self.comm.irecv(header, source=source, tag=tag + _HEADER)
 
     def receive(self, receive: Action) -> Bundle:
-        """Block until a posted message is there. A bundle of gradients is empty where none comes back."""
+        """Block until a posted message is there.
+
+        A bundle of gradients is empty where none comes back.
+        """
         posted = self._posted.pop(receive)
         with self.comm.waiting_for(lambda: f"{receive} of a pipeline"):
             if posted is None:
@@ -97,7 +100,10 @@ class PointToPoint:
             return Bundle(tuple(work.wait() for work in works), spec.returns, spec.is_tuple)
 
     def send(self, send: Action, bundle: Bundle) -> None:
-        """Start sending; the arrays are kept until the message is gone and must not be written to."""
+        """Start sending a bundle.
+
+        The arrays are kept until the message is gone and must not be written to.
+        """
         dest, tag = self._route(send)
         works = []
         if send.kind is Kind.SEND_F:

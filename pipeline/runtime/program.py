@@ -15,7 +15,9 @@ from pipeline.schedules.lower import lower
 
 
 class Task(NamedTuple):
-    """Actions that run as one: messages in a row, weight halves in a row, or one other action.
+    """Actions that run as one.
+
+    Messages in a row, weight halves in a row, or one other action.
 
     Attributes:
         receives: the message from another rank that it waits for.

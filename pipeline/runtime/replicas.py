@@ -36,10 +36,10 @@ class Reduces(Protocol):
 def replicas_of(
     stages: LocalStages, comm: Communicator, ddp: Reduces, orders: Sequence[Sequence[Action]]
 ) -> list[Replica]:
-    """Return what each replica does in a step, by rank of `ddp`. Collective over `comm` and over the ranks of `ddp`.
+    """Return what each replica does in a step, by rank of `ddp`.
 
-    Of replicas that are all alike, two stand for all: side by side they do the same, so no more of them wait for what
-    two do not.
+    Collective over `comm` and over the ranks of `ddp`. Of replicas that are all alike, two stand for all: side by side
+    they do the same, so no more of them wait for what two do not.
 
     Args:
         comm: the ranks of this pipeline.

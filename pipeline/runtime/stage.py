@@ -30,7 +30,9 @@ from pipeline.schedules.schedule import Schedule
 
 
 class PipelineStage(Sequential):
-    """The layers of one stage. It holds the tape of every micro-batch that is forwarded and not yet backwarded.
+    """The layers of one stage.
+
+    It holds the tape of every micro-batch that is forwarded and not yet backwarded.
 
     Attributes:
         spec: which part of the model this is; also reached as `stage_id`, `block_start`, `block_end`, `num_blocks`,
@@ -54,7 +56,7 @@ class PipelineStage(Sequential):
         dtype: Any = np.float32,
         device: str = "cpu",
     ) -> LocalStages:
-        """Build this rank's stages of a model, one for each chunk of the schedule. Collective.
+        """Build this rank's stages of a model, one for each chunk. Collective.
 
         Args:
             layers: the whole model as (name, factory); only this rank's factories are called.
@@ -195,7 +197,11 @@ class PipelineStage(Sequential):
         return tape.input_grads()
 
     def backward_input(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> tuple[Array, ...]:
-        """Run the input half of a backward, and keep what the weight half needs."""
+        """Run the input half of a backward; keep what the weight half needs.
+
+        Args:
+            cotangents: of the outputs that gradients come back for.
+        """
         tape = self._tapes.pop(microbatch)
         roots, grads = tape.start(cotangents)
         if roots:
@@ -203,7 +209,9 @@ class PipelineStage(Sequential):
         return tape.input_grads()
 
     def backward_weight(self, microbatches: Sequence[int], hooks: Hooks) -> None:
-        """Run the weight halves of some backwards side by side: each parameter is ready as early as can be.
+        """Run the weight halves of some backwards side by side.
+
+        So each parameter is ready as early as can be.
 
         Args:
             hooks: `on_grad_ready` is called once for each micro-batch that reaches the parameter, when all are done.

@@ -60,18 +60,26 @@ class StepInputs:
 
     @property
     def counts(self) -> Sequence[float]:
-        """Over how many things the loss of each micro-batch is the mean, as far as this rank knows."""
+        """Over how many things the loss of each micro-batch is the mean.
+
+        As far as this rank knows.
+        """
         return self.sizes if self.weights is None else self.weights
 
     @property
     def shares(self) -> list[float]:
-        """What each micro-batch weighs in the mean, as far as this rank knows: the last stage's does."""
+        """What each micro-batch weighs in the mean.
+
+        As far as this rank knows: the last stage's does.
+        """
         return microbatch.shares(self.counts)
 
 
 @dataclass
 class StepState:
-    """The state of one step, from its handshake to its end. It holds all that the step makes, and goes with it.
+    """The state of one step, from its handshake to its end.
+
+    It holds all that the step makes, and goes with it.
 
     Attributes:
         shares: what each micro-batch weighs in the mean; the last stage's rank tells the others at the end.
@@ -99,7 +107,10 @@ class StepState:
     tied_before: list[tuple[Parameter, Array]] = field(default_factory=list)
 
     def weigh_by(self, hooks: Hooks) -> None:
-        """Start each backward from what its micro-batch weighs among those of all replicas, where hooks ask for it."""
+        """Start each backward from what its micro-batch weighs among all replicas'.
+
+        Only where hooks ask for it.
+        """
         if hooks.mean_over is None:
             return
         if self.mode is Mode.TRAIN:

@@ -19,7 +19,10 @@ from pipeline.schedules.action import Action, Kind
 
 
 def side_by_side(program: Sequence[Action]) -> list[list[Action]]:
-    """Group a program into what runs as one: W's of one stage in a row, messages in a row; any other action alone."""
+    """Group a program into what runs as one.
+
+    W's of one stage in a row, messages in a row; any other action alone.
+    """
 
     def together(last: Action, action: Action) -> bool:
         if last.kind is action.kind is Kind.W:
