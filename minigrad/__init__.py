@@ -28,7 +28,8 @@ from minigrad.ops import __all__ as _op_names
 from minigrad.parameter import Hold, Parameter
 from minigrad.profiler import Profile, profile
 from minigrad.recomputation import recompute
-from minigrad.tape import Joint, Tape, op
+from minigrad.tape import Joint, op
+from minigrad.tape_listing import Tape
 from minigrad.tensor import Tensor
 
 if not TYPE_CHECKING:  # a type checker knows what is there
