@@ -30,6 +30,7 @@ from common.train_gpt_settings import TrainSettings
 from distributed import Communicator, DistributedDataParallel, Mesh, local_rank, weights_sha256, world
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data.tokenizer import TOKENIZER, Tokenizer
+from distributed.data_parallel.bucket_size import choose_bucket_bytes
 from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.compression import ErrorFeedback
 from distributed.data_parallel.feedback import FeedbackHook, WithState
@@ -38,7 +39,7 @@ from distributed.data_parallel.top_k import TopK
 from distributed.recovery import Heal
 from distributed.run import Run, read_settings, run_script
 from minigrad import cross_entropy, rng
-from minigrad.backend import Array, place, use_gpu
+from minigrad.backend import Array, place, synchronize, use_gpu
 from minigrad.cuda_graph import CapturedStep
 from minigrad.lr_schedule import scaled, warmup_cosine
 from minigrad.models import gpt
@@ -84,7 +85,7 @@ def main() -> None:
     guard = StepGuard() if scale is None else scale
 
     attempts = run.attempts(
-        lambda ranks: Training(settings, config, train, ranks, scale),
+        lambda ranks: Training(settings, config, train, ranks, scale, run.say),
         heal=Heal.REPLACE if settings.heal == "none" else Heal(settings.heal),
         num_spares=settings.spares,
         buddy_every=settings.buddy_every,
@@ -160,6 +161,7 @@ class Training:
         tokens: Array,
         comm: Communicator,
         scale: LossScale | None,
+        say: Callable[[str], None],
     ) -> None:
         dp, pp, num_microbatches = settings.layout(comm.size)
         self.settings = settings
@@ -183,12 +185,18 @@ class Training:
         self.pipe = PipelineExecutor(
             self.stages, self.mesh.pp, self.schedule, num_microbatches=num_microbatches, loss_fn=loss_fn
         )
+        bucket_bytes = math.ceil(settings.bucket_mb * 2**20)
+        if not bucket_bytes:
+            seconds = self._backward_seconds(*self._batches(tokens).next(), num_microbatches)
+            choice = choose_bucket_bytes(self.mesh.dp, self.stages.parameters(), seconds)
+            bucket_bytes = choice.bucket_bytes
+            say(str(choice))
         rule = rule_of(settings)
         self.hook = comm_hook_of(settings)
         self.ddp = DistributedDataParallel(
             self.stages,
             self.mesh.dp,
-            bucket_bytes=math.ceil(settings.bucket_mb * 2**20),
+            bucket_bytes=bucket_bytes,
             comm_hook=self.hook or allreduce,
             zero=settings.zero,
             whole=is_hidden_matrix if settings.optimizer == "muon" else None,
@@ -208,14 +216,37 @@ class Training:
         if self.hook is not None:
             self.hook.attach(self.ddp.buckets)
         self.model = self.stages if self.hook is None else WithState(self.stages, self.hook)
-        self.data = TokenBatches(
+        self.data = self._batches(tokens)
+
+    def _batches(self, tokens: Array) -> TokenBatches:
+        return TokenBatches(
             tokens,
-            batch_size=settings.batch,
-            context=settings.context,
-            seed=settings.seed,
+            batch_size=self.settings.batch,
+            context=self.settings.context,
+            seed=self.settings.seed,
             rank=self.mesh.dp.rank,
             size=self.mesh.dp.size,
         )
+
+    def _backward_seconds(self, x: Array, y: Array, num_microbatches: int) -> float:
+        """Return about how long gradients take to become final: the last micro-batch's backward. Collective.
+
+        A backward computes twice what a forward does. Weights stay as they are, and gradients as if this had not been.
+        """
+        x, y = place(x, self.settings.device), place(y, self.settings.device)
+        params = self.stages.parameters()
+        seconds = 0.0
+        for _ in range(2):  # the first one loads and compiles kernels
+            for p in params:
+                p.grad = None
+            start = time.perf_counter()
+            with rng.scope(seed=self.settings.seed, step=0, first_sample=0):
+                self.pipe.step(x, y)
+            synchronize(params[0].data)
+            seconds = time.perf_counter() - start
+        for p in params:
+            p.grad = None
+        return seconds * 2 / 3 / num_microbatches
 
     def _step(self, x: Array, y: Array) -> Array:
         """Take a whole step, from a batch to new weights, without a question to the GPU."""

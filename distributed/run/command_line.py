@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from argparse import BooleanOptionalAction
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -198,20 +198,19 @@ def _parser(kind: type[RunSettings], description: str | None) -> argparse.Argume
         else:
             text += "" if f.default is None else f" (default: {f.default})"
             convert = str if f.default is None else type(f.default)
-            group.add_argument(
-                flag_of(f.name), type=_reader(f.name, convert), metavar=f.metadata["metavar"] or "N", help=text
-            )
+            read = _reader(f.name, convert, f.metadata["words"])
+            group.add_argument(flag_of(f.name), type=read, metavar=f.metadata["metavar"] or "N", help=text)
     return parser
 
 
-def _reader(field_name: str, kind: type) -> Callable[[str], Any]:
+def _reader(field_name: str, kind: type, words: Mapping[str, Any]) -> Callable[[str], Any]:
     """Return what reads a flag's value, and says what it must be where it is not."""
 
     def read(text: str) -> Any:
         try:
-            return kind(text)
+            return words[text] if text in words else kind(text)
         except ValueError:
-            what = {int: "an integer", float: "a number"}[kind]
+            what = " or ".join([{int: "an integer", float: "a number"}[kind], *words])
             fail(f"{flag_of(field_name)} must be {what}, got {text!r}")
 
     return read

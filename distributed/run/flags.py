@@ -14,7 +14,7 @@ between flags are what `rules` yields.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -66,6 +66,7 @@ def flag(
     *,
     bounds: Bounds | None = None,
     choices: tuple[T, ...] = (),
+    words: Mapping[str, T] | None = None,
     fixed: bool = False,
     once: bool = False,
 ) -> T:
@@ -74,12 +75,13 @@ def flag(
     Args:
         bounds: of a number.
         choices: all that it may be.
+        words: that stand for a number on the command line.
         fixed: a run that is resumed must have the value that it was started with: its checkpoints fit no other.
         once: it says something of one start alone, and a run that is resumed does not take it over.
     """
     metavar = f"{{{','.join(map(str, choices))}}}" if choices else metavar
     known = {"help": help, "metavar": metavar, "bounds": bounds, "choices": choices, "fixed": fixed, "once": once}
-    return field(default=default, metadata=known)
+    return field(default=default, metadata=known | {"words": dict(words or {})})
 
 
 def other_default(kind: type, name: str, default: T) -> T:
@@ -94,8 +96,9 @@ def flag_of(field_name: str) -> str:
 
 
 def listed_values(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Return the choices of each flag that has some, by the name of its field."""
-    return {f.name: f.metadata["choices"] for f in fields(kind) if f.metadata["choices"]}
+    """Return the choices, or the words, of each flag that has some, by the name of its field."""
+    listed = {f.name: f.metadata["choices"] or tuple(f.metadata["words"]) for f in fields(kind)}
+    return {name: values for name, values in listed.items() if values}
 
 
 def check(settings: Settings, world_size: int) -> None:

@@ -138,9 +138,11 @@ class ReplicationSettings(HybridSettings):
 
     bucket_mb: float = flag(
         25.0,
-        "MiB of gradients that are reduced together, while the backward goes on",
-        "MIB",
-        bounds=Bounds(above=0, at_most=MOST),
+        "MiB of gradients that are reduced together, while the backward goes on; auto, or 0, measures link and model "
+        "at each start and chooses",
+        "{auto,MIB}",
+        bounds=Bounds(at_least=0, at_most=MOST),
+        words={"auto": 0.0},
     )
     zero: int = flag(
         0, "replicas share out 1: the optimizer's state, 2: gradients too; 0: each has all", choices=(0, 1, 2)

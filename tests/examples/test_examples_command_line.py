@@ -213,7 +213,8 @@ HUGE = "1" + "0" * 30
         ("--pp 2 --microbatches 2000000000 --batch 2000000000", "--microbatches must be at most 16384, got 2000000000"),
         ("--dp 2 --width 1000000", "--layers, --width, --vocab and --context make 48,000,320,000,000 weights, "),
         ("--dp 2 --layers 2000000000", "--layers, --width, --vocab and --context make 393,216,000,040,960 weights, "),
-        ("--dp 2 --bucket-mb 0", "--bucket-mb must be above 0, got 0.0"),
+        ("--dp 2 --bucket-mb -1", "--bucket-mb must be at least 0, got -1.0"),
+        ("--dp 2 --bucket-mb often", "--bucket-mb must be a number or auto, got 'often'"),
         ("--dp 2 --bucket-mb 1e308", "--bucket-mb must be at most 2147483647, got 1e+308"),
     ],
 )

@@ -133,7 +133,7 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ({"seed": -1}, 1, "--seed must be at least 0, got -1"),
         ({"seed": 2**64}, 1, f"--seed must be at most {2**64 - 1}, got {2**64}"),
         ({"check_every": -1}, 1, "--check-every must be at least 0, got -1"),
-        ({"bucket_mb": 0.0}, 1, "--bucket-mb must be above 0, got 0.0"),
+        ({"bucket_mb": -1.0}, 1, "--bucket-mb must be at least 0, got -1.0"),
         ({"bucket_mb": math.inf}, 1, "--bucket-mb must be at most 2147483647, got inf"),
         ({"optimizer": "sgd"}, 1, "--optimizer must be one of adamw, muon, got sgd"),
         ({"zero": 3}, 1, "--zero must be one of 0, 1, 2, got 3"),

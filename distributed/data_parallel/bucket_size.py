@@ -1,0 +1,175 @@
+"""How large a bucket of gradients should be on this link: measured, and chosen from a model of one backward.
+
+A backward of T seconds brings S bytes of gradients, evenly. They are cut into n = ceil(S / s) buckets of s bytes, the
+last one smaller, and the link carries one bucket after another, in a + b s seconds each:
+
+    backward  |--------------------------------T|
+    buckets          [a + b s][a + b s]   [a + b s][last]       exposed: what is after T
+                     ready at T s / S
+
+A bucket starts when it is ready and its predecessor is through. So the end is the latest, over the buckets k, of when k
+is ready plus what k and all after it take: linear in k for the full ones, which leaves three that can be the latest,
+
+    k = 1        T s / S            + n a + b S                         the link is never idle: latencies count
+    k = n - 1    T s (n - 1) / S    + 2 a + b (s + last)                for n > 1
+    k = n        T                  + a + b last                        all is hidden but the last one
+
+Smaller buckets cost latencies and leave less at the end. That a launch costs the backward time too, and that the first
+and the last bucket are smaller (`plan.py`), is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import ModuleType
+
+import numpy as np
+
+from distributed.comm.communicator import Communicator
+from distributed.data_parallel.plan import bucket_limit
+from minigrad.backend import synchronize, xp_of
+from minigrad.parameter import Parameter
+
+SMALLEST_BYTES = 4 << 10  # of a bucket, and of what is measured
+LARGEST_BYTES = 4 << 20  # of what is measured
+NUM_REPETITIONS = 5
+SLOW_SECONDS = 0.02  # a message that takes longer is the last to be measured: the whole stays well under a second
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an allreduce costs.
+
+    Attributes:
+        latency: seconds, of one however small.
+        seconds_a_byte: besides.
+    """
+
+    latency: float
+    seconds_a_byte: float
+
+    @classmethod
+    def fit(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+        """Return the line closest to what was measured, by least squares of the relative error.
+
+        Of the absolute error the largest message would decide alone, and the latency would be its noise.
+        """
+        times = np.maximum(seconds, 1e-9)  # a clock may stand still
+        lines = np.stack([np.ones(len(times)), np.asarray(sizes, float)], axis=1) / times[:, None]
+        latency, seconds_a_byte = np.linalg.lstsq(lines, np.ones(len(times)), rcond=None)[0]
+        return cls(max(0.0, float(latency)), max(0.0, float(seconds_a_byte)))
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """A bucket size, and what it was chosen for."""
+
+    bucket_bytes: int
+    link: Link
+    backward_seconds: float
+
+    def __str__(self) -> str:
+        seconds_a_mib = self.link.seconds_a_byte * 2**20
+        return (
+            f"buckets of {self.bucket_bytes / 1024:,.0f} KiB: an allreduce takes {self.link.latency * 1e3:.3g} ms and "
+            f"{seconds_a_mib * 1e3:.3g} ms a MiB, beside a backward of {self.backward_seconds * 1e3:.3g} ms"
+        )
+
+
+def choose_bucket_bytes(comm: Communicator, params: Sequence[Parameter], backward_seconds: float) -> BucketChoice:
+    """Measure the link, and choose the bucket size that leaves least after the backward. Collective.
+
+    Args:
+        comm: the ranks that average gradients; an allreduce is measured, whatever a comm hook sends instead.
+        params: whose gradients are averaged.
+        backward_seconds: how long they take to become final, one after the other; rank 0's counts.
+    Returns:
+        Rank 0's, on every rank; no more than `bucket_limit` lets a bucket hold.
+    Raises:
+        ValueError: backward_seconds of rank 0 is negative or not finite; the same on every rank.
+    """
+    link = measure_link(comm, xp_of(params[0].data) if params else np)
+    seconds = comm.broadcast_object(backward_seconds)
+    num_bytes = sum(p.data.nbytes for p in params)
+    best = best_bucket_bytes(link.latency, link.seconds_a_byte, num_bytes, seconds)
+    return comm.broadcast_object(BucketChoice(bucket_limit(params, best), link, seconds))
+
+
+def measure_link(comm: Communicator, xp: ModuleType = np) -> Link:
+    """Return what an allreduce costs, as rank 0 measures it: the same on every rank. Collective, under a second.
+
+    Args:
+        xp: numpy or cupy, of the arrays that are reduced.
+    """
+    num_floats = LARGEST_BYTES // 4
+    memory = comm.buffer(num_floats, np.float32) if xp is np else xp.zeros(num_floats, np.float32)
+    sizes: list[int] = []
+    seconds: list[float] = []
+    for num_bytes in _powers(SMALLEST_BYTES, LARGEST_BYTES, 4):
+        array = memory[: num_bytes // 4]
+        times = [_seconds_of_allreduce(comm, array) for _ in range(1 + NUM_REPETITIONS)]
+        sizes.append(num_bytes)
+        seconds.append(comm.broadcast_object(median(times[1:])))  # ranks may come late to the first
+        if seconds[-1] > SLOW_SECONDS and len(sizes) > 2:
+            break
+    return Link.fit(sizes, seconds)
+
+
+def best_bucket_bytes(latency: float, seconds_a_byte: float, num_bytes: int, backward_seconds: float) -> int:
+    """Return the power of two, from `SMALLEST_BYTES`, whose buckets leave least after the backward.
+
+    Of equals the largest, which is fewest messages. The first power that holds all gradients is the last one tried.
+
+    Args:
+        latency, seconds_a_byte: of a link.
+        num_bytes: of gradients.
+        backward_seconds: in which these become final.
+    Raises:
+        ValueError: one of them is negative or not finite.
+    """
+    given = {"latency": latency, "seconds_a_byte": seconds_a_byte, "num_bytes": num_bytes}
+    for name, value in (given | {"backward_seconds": backward_seconds}).items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+
+    def cost(size: int) -> tuple[float, int]:
+        return exposed_seconds(size, latency, seconds_a_byte, num_bytes, backward_seconds), -size
+
+    return min(_powers(SMALLEST_BYTES, max(SMALLEST_BYTES, 2 * num_bytes - 1), 2), key=cost)
+
+
+def exposed_seconds(
+    bucket_bytes: int, latency: float, seconds_a_byte: float, num_bytes: int, backward_seconds: float
+) -> float:
+    """Return how long after the backward its gradients are reduced: the equations are this file's docstring."""
+    if num_bytes == 0:
+        return 0.0
+    num_buckets = math.ceil(num_bytes / bucket_bytes)
+    last_bytes = num_bytes - (num_buckets - 1) * bucket_bytes
+    exposed = latency + seconds_a_byte * last_bytes
+    if num_buckets > 1:
+        between = backward_seconds * bucket_bytes / num_bytes
+        behind_first = between + num_buckets * latency + seconds_a_byte * num_bytes
+        behind_last_full = (num_buckets - 1) * between + 2 * latency + seconds_a_byte * (bucket_bytes + last_bytes)
+        exposed = max(exposed, behind_first - backward_seconds, behind_last_full - backward_seconds)
+    return exposed
+
+
+def _seconds_of_allreduce(comm: Communicator, array: np.ndarray) -> float:
+    synchronize(array)
+    start = time.perf_counter()
+    comm.allreduce(array).wait()
+    synchronize(array)
+    return time.perf_counter() - start
+
+
+def _powers(first: int, last: int, factor: int) -> list[int]:
+    """Return first, first * factor, ... up to `last`."""
+    powers = [first]
+    while powers[-1] * factor <= last:
+        powers.append(powers[-1] * factor)
+    return powers
