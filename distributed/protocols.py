@@ -25,6 +25,21 @@ class HasMemories(HasTensors, Protocol):
 
     def forget(self) -> None: ...
 
+    def pack(self) -> None:
+        """Put what is to be saved where it is saved from. Collective."""
+
+    def unpack(self) -> None:
+        """Go on from what `pack` has put there, or what was loaded there. Collective."""
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """A memory that must be packed to be saved; see `HasMemories`."""
+
+    def pack(self) -> None: ...
+
+    def unpack(self) -> None: ...
+
 
 class HasState(Protocol):
     """Data with a position in it."""

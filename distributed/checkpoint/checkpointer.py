@@ -161,9 +161,7 @@ class Checkpointer:
             if found:
                 raise RuntimeError(f"{self.folder} holds {found[0].name} already: call load() first, or save elsewhere")
             self._knows_folder = True
-        held = self._held()
-        for name, key in self._saved_here.items():
-            self._copies[key][...] = to_host(held[name].array)
+        self._copy()
         wrong = not_finite(_weights(self._copies))
         failure = first_failure(self._comm, wrong and f"{wrong} is not finite, so step {step} is not saved")
         if failure is not None:
@@ -171,6 +169,17 @@ class Checkpointer:
         save = self._of_rank_0(lambda: secrets.token_hex(8))
         manifest = Manifest(int(step), num_updates, save, self._plan, said)
         self._saving = Saving(self.folder, self._comm.rank, self._copies, manifest, keep_last=self._keep_last)
+
+    def _copy(self) -> None:
+        """Copy what this rank saves."""
+        packs = self._model if isinstance(self._model, HasMemories) else None
+        if packs is not None:
+            packs.pack()
+        held = self._held()
+        for name, key in self._saved_here.items():
+            self._copies[key][...] = to_host(held[name].array)
+        if packs is not None:
+            packs.unpack()
 
     def wait(self) -> None:
         """Block until the last save is complete. Collective; call it before the run ends.
@@ -337,19 +346,24 @@ class Checkpointer:
     def _fill(self, manifest: Manifest, values: Mapping[str, Array]) -> None:
         for tensor in self._tensors:
             tensor.data = _beside(tensor.data, values[_name(tensor)])
-        if self._has_memories(manifest):
-            for name, memory in self._memories.items():
-                memory.data = _beside(memory.data, values[name])
-        elif isinstance(self._model, HasMemories):
-            self._model.forget()
-        if self._optimizer is None:
+        if self._optimizer is not None:
+            self._fill_optimizer(self._optimizer, manifest, values)
+        if not isinstance(self._model, HasMemories):
             return
-        for p, held in self._optimizer.master_slices():
+        if not self._has_memories(manifest):
+            self._model.forget()
+            return
+        for name, memory in self._memories.items():
+            memory.data = _beside(memory.data, values[name])
+        self._model.unpack()
+
+    def _fill_optimizer(self, optimizer: Optimizer, manifest: Manifest, values: Mapping[str, Array]) -> None:
+        for p, held in optimizer.master_slices():
             master = values[_name(p)].reshape(-1)[held.start : held.stop]
             held.array[...] = _beside(held.array, master.reshape(held.array.shape))
         for name, held in self._state().items():
             held.array[...] = _beside(held.array, values[name].reshape(held.array.shape))
-        self._optimizer.num_steps = manifest.num_updates
+        optimizer.num_steps = manifest.num_updates
 
     def _of_rank_0(self, make: Callable[[], T]) -> T:
         """Return what rank 0 makes, on every rank, or raise the same CheckpointError on all."""

@@ -21,7 +21,7 @@ import numpy as np
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.sequence import MessageSteps, SequenceWork, Turn
 from distributed.data_parallel.buckets import GradientBucketManager
-from distributed.protocols import HasTensors
+from distributed.protocols import HasTensors, Packs
 from minigrad.backend import xp_of
 from minigrad.flat import FlatRange
 from minigrad.nn import Buffer
@@ -75,7 +75,7 @@ class FeedbackHook(ABC):
             name = type(self).__name__
             raise RuntimeError(f"{name} keeps what it does not send: call hook.attach(ddp.buckets) once before")
         part, kept = self._held[_place(grad)]
-        self.plain_bytes += _allreduce_bytes(grad.nbytes, comm.size)
+        self.plain_bytes += allreduce_bytes(grad.nbytes, comm.size)
         run = comm.sequence if xp_of(grad) is np else SequenceWork  # a thread of MPI's knows of no stream of a GPU
         turn = self._last_turn = Turn(self._last_turn)
         turn.sequence = run(self._steps(grad, part, kept, comm, turn))
@@ -97,7 +97,7 @@ class FeedbackHook(ABC):
 
     def _count(self, message: Array, size: int) -> None:
         """Count what an allreduce of this costs, or an all_to_all of this and an allgather of as much."""
-        self.sent_bytes += _allreduce_bytes(message.nbytes, size)
+        self.sent_bytes += allreduce_bytes(message.nbytes, size)
 
 
 def own_buffer(part: FlatRange, what: str, shape: tuple[int, ...], rank: int, size: int) -> Buffer:
@@ -139,8 +139,17 @@ class WithState:
     def forget(self) -> None:
         self._hook.forget()
 
+    def pack(self) -> None:
+        if isinstance(self._hook, Packs):
+            self._hook.pack()
 
-def _allreduce_bytes(num_bytes: int, size: int) -> int:
+    def unpack(self) -> None:
+        if isinstance(self._hook, Packs):
+            self._hook.unpack()
+
+
+def allreduce_bytes(num_bytes: int, size: int) -> int:
+    """Return what each of `size` ranks sends where an allreduce of so many bytes sends least."""
     return 2 * num_bytes * (size - 1) // size
 
 

@@ -9,8 +9,11 @@ average how far they have come from where they last agreed, and take that as the
 SGD with Nesterov momentum. So a slow link carries one model in `every` steps. In fragments it carries a part at a time,
 and with a delay while the next steps compute.
 
-Between two agreements ranks have other weights, and so has a checkpoint, which saves one rank's: save where `in_step`.
-The inner optimizer's state is each rank's own at all times, and a checkpoint has that of one.
+Between two agreements ranks have other weights. A checkpoint has as the model's what was last agreed on, and beside it
+what is each rank's own: its weights, its inner optimizer's state, and the sums that are under way. So a run may be
+saved, and end, after any step, and on as many ranks it goes on bit by bit:
+
+    checkpoints = Checkpointer(folder, comm, WithState(model, local), optimizer)
 
 Source: Douillard et al. 2023 (arXiv 2311.08105), algorithm 1; fragments, delay and alpha: Douillard et al. 2025
 (arXiv 2501.18512), algorithm 2.
@@ -18,15 +21,18 @@ Source: Douillard et al. 2023 (arXiv 2311.08105), algorithm 1; fragments, delay 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from distributed.comm.communicator import Array, Communicator, Work
+from distributed.comm.communicator import Array, Communicator, ReduceOp, Work
+from distributed.comm.work import CompletedWork
+from distributed.data_parallel.feedback import allreduce_bytes
 from distributed.data_parallel.replicas import broadcast_params, check_layout
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.nn import Buffer
+from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter
 from minigrad.update_rules import LearningRate, Rule
 
@@ -59,19 +65,23 @@ class _Piece:
         part: where the weights of this rank lie.
         agreed: (n,) the weights that all ranks have agreed on.
         state: of the outer rule.
+        own: where the weights of this rank are saved from.
+        sum: where what is under way is saved from; None where nothing can be between two steps.
         work: the sum of how far the ranks have come, while it is under way.
     """
 
     part: FlatRange
-    agreed: Buffer
+    agreed: Array
     state: dict[str, Buffer]
+    own: Buffer
+    sum: Buffer | None
     work: Work | None = None
 
 
 class LocalSteps:
     """Lets replicas step on their own, and agree from time to time. Making one is collective.
 
-        local = LocalSteps(model.parameters(), comm, Nesterov(0.7, momentum=0.9), every=100)
+        local = LocalSteps(model.parameters(), comm, Nesterov(0.7, momentum=0.9), every=100, inner=optimizer)
         for x, y in batches:
             optimizer.zero_grad()
             backward(loss_fn(model(x), y))
@@ -85,11 +95,13 @@ class LocalSteps:
         num_fragments: parts of the model that are agreed on one after the other, evenly over `every` steps.
         delay: steps that a sum may take: it is applied so many steps after it set out.
         alpha: how much of its own weights a rank keeps where a fragment is agreed on: 0 takes what was agreed on.
+        inner: the optimizer of these ranks, to be saved as each of them has it, by a copy of its state; None: as one of
+            them has it.
 
     Attributes:
         num_steps: so far.
         num_agreements: outer steps of each fragment so far.
-        sent_bytes: what this rank has given to sums so far.
+        sent_bytes, plain_bytes: what this rank has sent so far, and what allreduces of the gradients would have.
 
     Raises:
         ValueError: every is no multiple of num_fragments or not above the delay, alpha is not in 0 .. 1, or ranks have
@@ -106,6 +118,7 @@ class LocalSteps:
         num_fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.0,
+        inner: Optimizer | None = None,
     ) -> None:
         params = list(dict.fromkeys(params))
         if num_fragments < 1 or every < 1 or every % num_fragments:
@@ -123,11 +136,15 @@ class LocalSteps:
         FlatBuffer.adopt(params)
         self._rule = rule
         self._every, self._delay, self._alpha = every, delay, alpha
-        self._counts = Buffer(np.zeros(1 + num_fragments, np.int64), "local_steps.counts")
+        # The name has what decides which sums are under way: a checkpoint of other settings has other memories.
+        counts = np.zeros(1 + num_fragments, np.int64)
+        self._counts = Buffer(counts, f"local_steps.counts_every_{every}_delay_{delay}")
+        self._whose = f"{comm.rank}_of_{comm.size}"
         self._fragments = [
-            [_piece(part, rule) for part in FlatBuffer.ranges_of(group)] for group in _cut(params, num_fragments)
+            [self._piece(part) for part in FlatBuffer.ranges_of(group)] for group in _cut(params, num_fragments)
         ]
-        self.sent_bytes = 0
+        slices = inner.state_slices() if inner is not None else ()
+        self._inner = [(held.array, self._own(held.array, name)) for name, held in slices]
 
     @property
     def num_steps(self) -> int:
@@ -136,6 +153,15 @@ class LocalSteps:
     @property
     def num_agreements(self) -> list[int]:
         return [int(count) for count in self._counts.data[1:]]
+
+    @property
+    def sent_bytes(self) -> int:
+        sums = [count + self._is_under_way(number) for number, count in enumerate(self.num_agreements)]
+        return sum(count * self._bytes_of(fragment) for count, fragment in zip(sums, self._fragments, strict=True))
+
+    @property
+    def plain_bytes(self) -> int:
+        return self.num_steps * sum(map(self._bytes_of, self._fragments))
 
     @property
     def in_step(self) -> bool:
@@ -149,40 +175,75 @@ class LocalSteps:
         Collective in the steps in which a fragment arrives. Call it after each `optimizer.step()`.
         """
         self._counts.data[0] += 1
-        apart = self._every // len(self._fragments)
         for number, fragment in enumerate(self._fragments):
-            arrives = (number + 1) * apart  # the first time
-            if self.num_steps + self._delay >= arrives and (self.num_steps + self._delay - arrives) % self._every == 0:
+            if self._steps_until(number) == self._delay:
                 self._launch(fragment)
-            if self.num_steps >= arrives and (self.num_steps - arrives) % self._every == 0:
+            if self._steps_until(number) == 0:
                 self._arrive(number, fragment)
 
-    def buffers(self) -> list[Buffer]:
-        """Return what was agreed on and the outer rule's state, for a checkpoint: see `WithState`.
+    def mean(self, value: float) -> float:
+        """Return the mean over ranks of a number that each has, such as its loss. Collective."""
+        return float(self.comm.allreduce(np.array([value]), op=ReduceOp.MEAN).wait()[0])
 
-        Raises:
-            RuntimeError: ranks have other weights now, and a checkpoint would have those of one.
-        """
-        if not self.in_step:
-            raise RuntimeError(
-                f"ranks have other weights after {self.num_steps} steps, and a checkpoint would have those of one: "
-                f"save after every {self._every} of them (and with one fragment and alpha 0)"
-            )
-        pieces = [piece for fragment in self._fragments for piece in fragment]
-        return [self._counts, *(buffer for piece in pieces for buffer in (piece.agreed, *piece.state.values()))]
+    def buffers(self) -> list[Buffer]:
+        """Return what a checkpoint has beside what was agreed on: see `WithState`. It is there after `pack`."""
+        buffers = [self._counts, *(buffer for _, buffer in self._inner)]
+        for piece in self._pieces():
+            buffers += [piece.own, *piece.state.values(), *([] if piece.sum is None else [piece.sum])]
+        return buffers
+
+    def pack(self) -> None:
+        """Let the model have what was last agreed on, and `buffers` what is this rank's own. Collective."""
+        for piece in self._pieces():
+            if piece.sum is not None:
+                piece.sum.data = np.zeros_like(piece.sum.data) if piece.work is None else piece.work.wait()
+            data: Array = piece.part.data
+            piece.own.data = data
+            data[...] = piece.agreed
+            piece.part.note_change("local steps")
+        for array, buffer in self._inner:
+            buffer.data = array
+
+    def unpack(self) -> None:
+        """Let the model have this rank's own weights again, after a `pack` or from what was loaded. Collective."""
+        for number, fragment in enumerate(self._fragments):
+            for piece in fragment:
+                _drop_sum(piece)
+                if piece.sum is not None and self._is_under_way(number):
+                    piece.work = CompletedWork(piece.sum.data)
+                data: Array = piece.part.data
+                piece.agreed[...] = data
+                data[...] = piece.own.data
+                piece.part.note_change("local steps")
+        for array, buffer in self._inner:
+            array[...] = buffer.data
 
     def forget(self) -> None:
-        """Begin anew from the weights that there are now, which all ranks have agreed on."""
+        """Begin anew from the weights that there are now, which must be the same on all ranks. Collective."""
         self._counts.data[:] = 0
-        for piece in (piece for fragment in self._fragments for piece in fragment):
-            piece.agreed.data = piece.part.data.copy()
-            for key, array in self._rule.init(piece.agreed.data).items():
+        for piece in self._pieces():
+            _drop_sum(piece)
+            piece.agreed[...] = piece.part.data
+            for key, array in self._rule.init(piece.agreed).items():
                 piece.state[key].data = array
+
+    def _pieces(self) -> Iterator[_Piece]:
+        return (piece for fragment in self._fragments for piece in fragment)
+
+    def _steps_until(self, number: int) -> int:
+        """Return in how many steps a fragment is agreed on next; 0: in the one that is just done."""
+        apart = self._every // len(self._fragments)
+        return ((number + 1) * apart - self.num_steps) % self._every
+
+    def _is_under_way(self, number: int) -> bool:
+        return 0 < self._steps_until(number) <= self._delay
+
+    def _bytes_of(self, fragment: Sequence[_Piece]) -> int:
+        return sum(allreduce_bytes(piece.part.data.nbytes, self.comm.size) for piece in fragment)
 
     def _launch(self, fragment: Sequence[_Piece]) -> None:
         for piece in fragment:
-            moved = piece.agreed.data - piece.part.data
-            self.sent_bytes += moved.nbytes
+            moved = piece.agreed - piece.part.data
             piece.work = self.comm.allreduce(moved)
 
     def _arrive(self, number: int, fragment: Sequence[_Piece]) -> None:
@@ -194,18 +255,27 @@ class LocalSteps:
                 gradient = piece.work.wait() / self.comm.size
             piece.work = None
             state = {key: buffer.data for key, buffer in piece.state.items()}
-            self._rule.update(piece.agreed.data, gradient, state, lr=rate, step=step, decay=False)
+            self._rule.update(piece.agreed, gradient, state, lr=rate, step=step, decay=False)
             own: Array = piece.part.data
-            own[...] = piece.agreed.data + self._alpha * (own - piece.agreed.data) if self._alpha else piece.agreed.data
+            own[...] = piece.agreed + self._alpha * (own - piece.agreed) if self._alpha else piece.agreed
             piece.part.note_change("local steps")
         self._counts.data[1 + number] += 1
 
+    def _piece(self, part: FlatRange) -> _Piece:
+        first, agreed = part.params[0].name, part.data.copy()
+        state = {key: Buffer(array, f"{first}.outer_{key}") for key, array in self._rule.init(agreed).items()}
+        under_way = Buffer(agreed, f"{first}.sum_under_way") if self._delay else None
+        return _Piece(part, agreed, state, self._own(part.data, first), under_way)
 
-def _piece(part: FlatRange, rule: Rule) -> _Piece:
-    first = part.params[0].name
-    agreed = Buffer(part.data.copy(), f"{first}.agreed")
-    state = {key: Buffer(array, f"{first}.outer_{key}") for key, array in rule.init(agreed.data).items()}
-    return _Piece(part, agreed, state)
+    def _own(self, array: Array, name: str) -> Buffer:
+        """Return where an array is saved from that each rank has another one of."""
+        return Buffer(array, f"{name}.own_{self._whose}")
+
+
+def _drop_sum(piece: _Piece) -> None:
+    if piece.work is not None:
+        piece.work.wait()
+        piece.work = None
 
 
 def _cut(params: Sequence[Parameter], num_fragments: int) -> list[list[Parameter]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distributed.run.flags import COUNT, Bounds, Rule, flag, other_default
+from distributed.run.flags import COUNT, COUNT_OR_NONE, POSITIVE, Bounds, Rule, flag, other_default
 from distributed.run.settings import ReplicaSettings, RunSettings
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 
@@ -72,6 +72,38 @@ class GPTSingleSettings(GPTSettings):
 @dataclass(frozen=True)
 class GPTReplicaSettings(GPTSettings, ReplicaSettings):
     """Settings of a GPT whose ranks are all replicas."""
+
+
+@dataclass(frozen=True)
+class LocalStepsSettings(GPTReplicaSettings):
+    """Settings of replicas that agree from time to time."""
+
+    every: int = flag(20, "steps from one agreement on a weight to the next", bounds=COUNT, fixed=True)
+    fragments: int = flag(
+        1, "parts of the model that are agreed on one after the other; --every is a multiple", bounds=COUNT, fixed=True
+    )
+    delay: int = flag(
+        0, "steps that an agreement may be under way, while the next ones compute", bounds=COUNT_OR_NONE, fixed=True
+    )
+    alpha: float = flag(
+        0.0,
+        "how much of its own weights a rank keeps where it agrees, lest the steps of --delay be in vain",
+        "SHARE",
+        bounds=Bounds(at_least=0, at_most=1),
+    )
+    outer_lr: float = flag(
+        0.7, "of the outer step, which takes what ranks have learned for a gradient", "RATE", bounds=POSITIVE
+    )
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        yield from super().rules(world_size)
+        blocks = f"--fragments must be at most the blocks of the model, got {self.fragments} for --layers {self.layers}"
+        yield self.fragments <= self.layers, blocks
+        multiple = f"--every must be a multiple of --fragments, got {self.every} and {self.fragments}"
+        yield self.every % self.fragments == 0, multiple
+        apart = self.every // self.fragments
+        below = f"--delay must be below the {apart} steps from one fragment to the next, got {self.delay}"
+        yield self.delay < apart, below
 
 
 @dataclass(frozen=True)

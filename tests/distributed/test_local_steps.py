@@ -7,9 +7,11 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld, SoloCommunicator
+from distributed.checkpoint.checkpointer import Checkpointer
+from distributed.data_parallel.feedback import WithState
 from distributed.data_parallel.local_steps import LocalSteps, Nesterov
 from minigrad.models import MLP
-from minigrad.optim import SGD, Optimizer
+from minigrad.optim import SGD, AdamW, Optimizer
 
 
 def walk(comm, num_steps, **how):
@@ -111,13 +113,12 @@ def test_ranks_differ_in_between_and_agree_after(ranks):
     def program(comm):
         weights, local = train(comm, Nesterov(0.7, momentum=0.9), every=3, num_steps=5)
         assert not local.in_step
-        with pytest.raises(RuntimeError, match="ranks have other weights after 5 steps"):
-            local.buffers()
         before = comm.gather_objects(weights["fc0.weight"] if "fc0.weight" in weights else next(iter(weights.values())))
         agreed, local = train(comm, Nesterov(0.7, momentum=0.9), every=3, num_steps=6)
         assert local.in_step
         assert local.num_agreements == [2]
-        assert local.sent_bytes == 2 * sum(array.nbytes for array in agreed.values())
+        each = 2 * (comm.size - 1) * sum(array.nbytes for array in agreed.values()) // comm.size  # of an allreduce
+        assert (local.sent_bytes, local.plain_bytes) == (2 * each, 6 * each)
         return before, comm.gather_objects(agreed)
 
     for before, after in ranks.run(program):
@@ -139,17 +140,124 @@ def test_nesterov_is_pytorchs():
         assert data[0] == pytest.approx(w, rel=1e-15)
 
 
-def test_what_was_agreed_on_goes_through_a_checkpoint():
-    def program(comm):
-        _, local = train(comm, Nesterov(0.7, momentum=0.9), every=2, num_steps=4)
-        saved = {buffer.name: buffer.data.copy() for buffer in local.buffers()}
-        _, fresh = train(comm, Nesterov(0.7, momentum=0.9), every=2, num_steps=0)
-        assert {buffer.name for buffer in fresh.buffers()} == saved.keys()
-        for buffer in fresh.buffers():
-            buffer.data[...] = saved[buffer.name]
-        return fresh.num_steps, fresh.num_agreements
+HOW = [
+    {"every": 3},
+    {"every": 3, "delay": 2},
+    {"every": 4, "num_fragments": 2, "delay": 1},
+    {"every": 4, "num_fragments": 2, "alpha": 0.5},
+]
 
-    assert LocalWorld(2).run(program) == [(4, [2])] * 2
+
+class Saved:
+    """A model on local steps, by a rule that has a state, with a folder of checkpoints."""
+
+    def __init__(self, comm, folder, how):
+        self.comm = comm
+        self.model = MLP([5, 6, 2], seed=0, dtype=np.float64)
+        self.optimizer = Optimizer(self.model.parameters(), AdamW(0.05))
+        rule = Nesterov(0.7, momentum=0.9)
+        self.local = LocalSteps(self.model.parameters(), comm, rule, inner=self.optimizer, **how)
+        state = WithState(self.model, self.local)
+        self.checkpoints = Checkpointer(folder, comm, state, self.optimizer, keep_last=20)
+
+    def train(self, first, last, *, save_each=False):
+        for step in range(first, last):
+            x, y = batch_of(self.comm.rank, step)
+            self.optimizer.zero_grad()
+            mg.backward(mg.mse(self.model(x), y))
+            self.optimizer.step()
+            self.local.step()
+            if save_each:
+                self.checkpoints.save(step + 1)
+        self.checkpoints.wait()
+
+    def all_there_is(self):
+        """Return what decides how it goes on, as bits."""
+        self.local.pack()
+        arrays = {buffer.name: buffer.data.tobytes() for buffer in self.local.buffers()}
+        arrays |= {p.name: p.data.tobytes() for p in self.model.parameters()}
+        self.local.unpack()
+        return arrays, self.local.sent_bytes
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.ranks(2, 3)
+def test_a_run_that_is_saved_after_any_step_goes_on_as_if_undisturbed(ranks, how, tmp_path):
+    num_steps = 9
+
+    def program(comm):
+        folder = comm.broadcast_object(tmp_path)  # each process of MPI has another one
+        undisturbed, saved = Saved(comm, folder / "none", how), Saved(comm, folder / "run", how)
+        undisturbed.train(0, num_steps)
+        saved.train(0, num_steps, save_each=True)
+        wanted = undisturbed.all_there_is()
+        assert saved.all_there_is() == wanted, "to save changes nothing"
+        for step in range(4, 8):  # each of the steps from one agreement to the next
+            resumed = Saved(comm, folder / "run", how)
+            if step % 2:
+                resumed.train(0, 1 + step % how["every"])  # what is under way there goes
+            loaded = resumed.checkpoints.load(folder / "run" / f"step-{step:08d}")
+            assert (loaded.step, loaded.forgets) == (step, False)
+            resumed.train(step, num_steps)
+            assert resumed.all_there_is() == wanted, step
+        return True
+
+    assert all(ranks.run(program))
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_any_other_layout_goes_on_from_what_was_last_agreed_on(how, tmp_path):
+    def save(comm):
+        saved = Saved(comm, tmp_path, how)
+        saved.train(0, 5, save_each=True)
+        saved.local.pack()
+        return weights_of(saved.model)
+
+    def load(comm, how):
+        other = Saved(comm, tmp_path, how)
+        other.train(0, 2)  # it has a past of its own
+        loaded = other.checkpoints.load()
+        found = weights_of(other.model)
+        begins = (loaded.step, loaded.forgets, other.local.num_steps, other.local.in_step)
+        other.train(5, 5 + how["every"])
+        return found, begins, other.local.num_agreements
+
+    agreed = LocalWorld(2).run(save)
+    longer = how | {"every": 2 * how["every"]}
+    for found, begins, num_agreements in [*LocalWorld(3).run(load, how), *LocalWorld(2).run(load, longer)]:
+        assert begins == (5, True, 0, True)
+        assert num_agreements == [1] * how.get("num_fragments", 1)
+        for name, values in agreed[0].items():
+            np.testing.assert_array_equal(found[name], values)
+            np.testing.assert_array_equal(agreed[1][name], values)
+
+
+@pytest.mark.parametrize("num_before", [1, 3, 5, 6])
+def test_who_forgets_walks_as_at_first(num_before):
+    """Nothing is left of what was agreed on, of momentum, of the count, and of a sum that is under way."""
+
+    def program(comm):
+        w = mg.Parameter(np.ones(3), "w")
+        local = LocalSteps([w], comm, Nesterov(0.5, momentum=0.75), every=3, delay=1)
+
+        def walk(num_steps):
+            seen = []
+            for step in range(num_steps):
+                w.data[...] -= (comm.rank + 1) * (step + 2)
+                w.note_change("the test")
+                local.step()
+                seen.append(w.data.tolist())
+            return seen
+
+        first = walk(7)
+        walk(num_before)
+        w.data = np.ones(3)
+        local.forget()
+        assert (local.num_steps, local.num_agreements, local.in_step, local.sent_bytes) == (0, [0], True, 0)
+        assert walk(7) == first
+        return True
+
+    assert all(LocalWorld(2).run(program))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ SETTINGS = {
     "mlp_digits": flags.DigitsSettings,
     "gpt_single": flags.GPTSingleSettings,
     "gpt_ddp": flags.GPTReplicaSettings,
+    "gpt_local_steps": flags.LocalStepsSettings,
     "gpt_pipeline": flags.ScheduleSettings,
     "gpt_hybrid": flags.HybridSettings,
     "schedule_from_csv": schedule_from_csv.FileSettings,
@@ -46,6 +47,7 @@ SETTINGS = {
 }
 ON_TEXT = [name for name, kind in SETTINGS.items() if issubclass(kind, flags.GPTSettings)]
 ON_DIGITS = [name for name in SETTINGS if name not in ON_TEXT]
+ON_TEXT.remove("gpt_local_steps")  # its ranks go ways of their own: see test_gpt_local_steps.py
 SMALL_TEXT = shlex.split(
     "--steps 6 --seed 1 --lr 0.01 --batch 16 --layers 2 --heads 2 --width 16 --context 16 --dtype float64"
 )
@@ -222,6 +224,20 @@ def test_help_teaches_and_lists_every_flag_once(
             "--context 999999",
             "the text must give at least 1000000 tokens .* for --context 999999 times 1, got .*",
         ),
+        ("gpt_local_steps", "--every 0", "--every must be at least 1, got 0"),
+        ("gpt_local_steps", "--every 9 --fragments 2", "--every must be a multiple of --fragments, got 9 and 2"),
+        (
+            "gpt_local_steps",
+            "--every 10 --fragments 5",
+            "--fragments must be at most the blocks of the model, got 5 for --layers 4",
+        ),
+        (
+            "gpt_local_steps",
+            "--every 6 --fragments 2 --delay 3",
+            "--delay must be below the 3 steps from one fragment to the next, got 3",
+        ),
+        ("gpt_local_steps", "--alpha 1.5", "--alpha must be at most 1, got 1.5"),
+        ("gpt_local_steps", "--outer-lr 0", "--outer-lr must be above 0, got 0.0"),
         ("gpt_hybrid", "--dp 2", "dp \\* pp must equal the number of ranks, got dp=2, pp=1 and 1 rank"),
         ("schedule_from_csv", "--schedule-file gone", "--schedule-file must be a file that can be read, got gone: .*"),
         (
@@ -277,6 +293,7 @@ def main_of(name: str) -> list[str]:
     [
         ("mlp_digits", "gpt_single", 36),
         ("gpt_single", "gpt_ddp", 13),
+        ("gpt_ddp", "gpt_local_steps", 25),
         ("gpt_single", "gpt_pipeline", 15),
         ("gpt_pipeline", "gpt_hybrid", 18),
         ("gpt_pipeline", "schedule_from_csv", 11),

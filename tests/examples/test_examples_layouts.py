@@ -29,7 +29,7 @@ def run_all(lines: list[str], folder: Path, said: Sequence[str] = ()) -> None:
     (folder / "squares.txt").write_text(" ".join(str(i * i) for i in range(60)))
     text = "--text squares.txt"
     (folder / "lines").write_text("".join(f"{line} {SIZES} {text}\n" for line in lines))
-    result = run_job(["-m", "mpi4py", MANY_RUNS, "lines"], ranks=4, cwd=folder, limit_seconds=240)
+    result = run_job(["-m", "mpi4py", MANY_RUNS, "train_gpt", "lines"], ranks=4, cwd=folder, limit_seconds=240)
     assert result.returncode == 0, f"{result.stdout.splitlines()[-1:]}\n{result.stderr}"
     assert len(result.stdout.splitlines()) == len(lines)
     warnings = result.stderr.splitlines()
