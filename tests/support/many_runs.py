@@ -37,7 +37,7 @@ def main() -> None:
 
 def run(script: ModuleType, comm: Communicator, arguments: list[str]) -> None:
     """Run the script as if these ranks were all that there are."""
-    script.world = lambda: comm  # type: ignore[attr-defined]
+    script.world = lambda **_: comm  # type: ignore[attr-defined]
     command_line.launcher_size = lambda: comm.size
     sys.argv = [f"{script.__name__}.py", *arguments]
     script.main()
