@@ -33,7 +33,7 @@ class Bucket:
     """A contiguous range of gradients that travels as one message.
 
     Attributes:
-        number: its place in the order of launches.
+        number: its place among the buckets as cut, which is that of its launch until another order is learned.
         range: the slice of a flat.
         pending: parameters whose gradient is not final yet.
         work: the reduction, once launched.

@@ -170,6 +170,8 @@ class DistributedDataParallel:
         Collective where the weights are checked.
         """
         own = Share.of(self.comm.rank, counts)
+        if self._part.comm.size == 1:  # a pipeline's order is part of its proof against deadlock, and stays
+            self.buckets.learn_order()
         self._num_backwards += 1
         if self._check_every and self._num_backwards % self._check_every == 0:
             self.check_replicas()
@@ -251,7 +253,7 @@ class DistributedDataParallel:
     @property
     def bucket_params(self) -> list[list[Parameter]]:
         """The parameters of each bucket, in the order in which all ranks launch them."""
-        return [list(bucket.range.params) for bucket in self.buckets.buckets]
+        return [list(bucket.range.params) for bucket in self.buckets.launch_order]
 
     def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
         """Return an optimizer of the model: of this rank's shards of it, where ranks share its state out.

@@ -1,4 +1,4 @@
-"""Where gradients are cut into buckets, and in which order these are launched. The same on every rank.
+"""Where gradients are cut into buckets, and in which order these are launched at first. The same on every rank.
 
     flat.grad   | head | block3 | block2 | block1 | block0 | embed |      in the order that backward finishes them
     buckets     |--0---|--------1--------|--------2--------|---3---|
