@@ -13,6 +13,7 @@ import gc
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,10 @@ def stage_bytes(
     with rng.scope(seed=0, step=0):  # the first time kernels are compiled, whose memory is no stage's
         _through(stages, x, loss_fn, rule)
     with _traced(), rng.scope(seed=0, step=1):
-        return _through(stages, x, loss_fn, rule)
+        halves = _through(stages, x, loss_fn, rule)
+    with _traced(), rng.scope(seed=0, step=2):
+        whole = _whole_backwards(stages, x, loss_fn)
+    return [replace(one, working=max(one.working, most)) for one, most in zip(halves, whole, strict=True)]
 
 
 def _through(
@@ -84,7 +88,7 @@ def _through(
         with _Used() as used:
             grads = stage.backward_input(0, cotangents, Hooks())
         deferred.append(max(0, activations[number] + used.kept - sum(g.nbytes for g in grads)))
-        working[number] = max(working[number], used.peak)
+        working[number] = max(working[number], used.peak - max(0, used.kept))  # what stays for W is deferred, not work
         cotangents = grads
         del grads
         with _Used() as used:
@@ -96,6 +100,20 @@ def _through(
             stages, activations, reversed(deferred), working, inputs, strict=True
         )
     ]
+
+
+def _whole_backwards(stages: Sequence[PipelineStage], x: Array, loss_fn: Callable[[Any], Tensor]) -> list[int]:
+    """Return the most that a backward of each stage needs that is not cut in halves: it frees its tape as it goes."""
+    bundle = Bundle((x,), (False,), False)
+    for stage in stages:
+        bundle, _ = stage.forward(0, _copy(bundle), finish=loss_fn if stage.is_last else None)
+    cotangents: Sequence[Any] = [1.0]
+    peaks = []
+    for stage in reversed(stages):
+        with _Used() as used:
+            cotangents = stage.backward(0, cotangents, Hooks())
+        peaks.append(used.peak)
+    return peaks[::-1]
 
 
 def _static(params: Sequence[Parameter], rule: Rule | None) -> tuple[int, int, int]:

@@ -75,7 +75,7 @@ def test_the_command_measures_a_model(capsys):
 
 @needs_mpirun
 @pytest.mark.long
-def test_it_is_no_less_than_the_peak_of_a_real_pipeline_and_little_more():
+def test_it_is_within_5_percent_of_the_peak_of_a_real_pipeline():
     names = ["gpipe", "1f1b", "zbv", "zero_bubble_h1"]
     result = run_job(["-m", "mpi4py", str(JOB), *names], ranks=2)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -19,7 +19,7 @@ RULE = optim.AdamW(lr=1e-3)
 
 
 def main() -> None:
-    """Fail where what was said is too little, or more than 15% too much: the backward is measured in halves."""
+    """Fail where the two differ by more than 5%."""
     comm = world()
     layers = gpt.layers(gpt.GPTConfig(vocab_size=64, context=32, num_layers=6, num_heads=2, width=64, dropout=0.1))
     tokens = np.random.default_rng(0).integers(0, 64, (NUM_MICROBATCHES * SAMPLES, 33))
@@ -47,7 +47,7 @@ def main() -> None:
             peak = tracemalloc.get_traced_memory()[1]
             optimizer.step()
         tracemalloc.stop()
-        assert -0.02 < said / peak - 1 < 0.15, f"{name} on rank {comm.rank}: said {said:.0f}, measured {peak}"
+        assert abs(said / peak - 1) < 0.05, f"{name} on rank {comm.rank}: said {said:.0f}, measured {peak}"
 
 
 if __name__ == "__main__":
