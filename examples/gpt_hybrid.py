@@ -34,9 +34,8 @@ def main() -> None:
     config = gpt.GPTConfig(settings.vocab, settings.context, settings.layers, settings.heads, settings.width)
     schedule = SCHEDULES[settings.schedule]
     stages = PipelineStage.of(gpt.layers(config), mesh.pp, schedule, seed=settings.seed, dtype=settings.dtype)
-    pipe = PipelineExecutor(
-        stages, mesh.pp, schedule, num_microbatches=settings.num_microbatches, loss_fn=cross_entropy
-    )
+    num_microbatches = settings.num_microbatches
+    pipe = PipelineExecutor(stages, mesh.pp, schedule, num_microbatches=num_microbatches, loss_fn=cross_entropy)
     ddp = DistributedDataParallel(stages, mesh.dp)
     pipe.check_deadlock_free(ddp)
     optimizer = Optimizer(stages.parameters(), AdamW(settings.lr))

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from jobs import environ, survives_deaths
+from jobs import environ, start, survives_deaths
 from toy_recovery import builder, digest, train
 
 from distributed import LocalWorld
@@ -71,15 +71,7 @@ def shoot(folder, kills, seed, *, pp=1, schedule="1f1b", buddy_every=0, ranks=4)
     command = [sys.executable, "-m", "distributed.recovery", "-n", str(ranks), str(script)]
     command.append(json.dumps([pp, schedule, buddy_every]))
     lines, said, done = queue.Queue(), [], 0
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environ(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as job:
+    with start(command, folder, new_session=True) as job:
         errors = []
         readers = [
             threading.Thread(target=lambda: [lines.put(line) for line in job.stdout]),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from jobs import MPIRUN, ROOT, environ, survives_deaths
+from jobs import MPIRUN, ROOT, environ, start, survives_deaths
 from toy_recovery import builder, digest, train
 
 from distributed import LocalWorld
@@ -61,15 +61,7 @@ def run(folder, num_ranks, dies, pp=1, says="", **how):
 
 def ended(command, folder):
     """Run a job to its end, with a limit of time."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environ(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as job:
+    with start(command, folder, new_session=True) as job:
         try:
             stdout, stderr = job.communicate(timeout=100)
         except subprocess.TimeoutExpired:

@@ -295,7 +295,7 @@ def main_of(name: str) -> list[str]:
         ("gpt_single", "gpt_ddp", 13),
         ("gpt_ddp", "gpt_local_steps", 25),
         ("gpt_single", "gpt_pipeline", 15),
-        ("gpt_pipeline", "gpt_hybrid", 18),
+        ("gpt_pipeline", "gpt_hybrid", 17),
         ("gpt_pipeline", "schedule_from_csv", 11),
         ("gpt_pipeline", "custom_schedule", 14),
         ("mlp_digits", "custom_op", 5),

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, environ, run_job, survives_deaths, write_text
+from jobs import ROOT, run_job, start, survives_deaths, write_text
 
 from common.train_gpt_settings import TrainSettings
 
@@ -86,9 +86,7 @@ def kill_in(command: list[str], folder: Path, whom: str = "rank 0", after: int =
     """Run a job on two ranks, and kill something after so many steps; return its exit code and what it says."""
     launch = [sys.executable, "-m", "distributed.recovery", "-n", "2", *command]
     metrics, pid = folder / "healed" / "metrics.jsonl", folder / "healed" / "pid"
-    with subprocess.Popen(
-        launch, cwd=folder, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
+    with start(launch, folder) as job:
         end = time.monotonic() + LIMIT_SECONDS
         while job.poll() is None and time.monotonic() < end:
             if metrics.exists() and metrics.read_bytes().count(b"\n") >= after:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 LIMIT_SECONDS = 60
+_FOLDERS = tempfile.TemporaryDirectory(prefix="jobs-")  # a short name: sockets lie in it, whose paths must be short
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside this Python or on the PATH")
 
@@ -25,9 +27,7 @@ def run_job(
     if ranks is not None:
         assert MPIRUN is not None
         command = [MPIRUN, "-n", str(ranks), *command]
-    with subprocess.Popen(
-        command, cwd=cwd, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
+    with start(command, cwd) as job:
         try:
             stdout, stderr = job.communicate(timeout=limit_seconds)
         except subprocess.TimeoutExpired:
@@ -40,6 +40,14 @@ def run_job(
     return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
 
 
+def start(command: Sequence[str], cwd: Path, *, new_session: bool = False) -> subprocess.Popen[str]:
+    """Start a command that says what it says to whoever started it; a session of its own can be killed as a whole."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=cwd, env=environ(), stdout=pipe, stderr=pipe, text=True, start_new_session=new_session
+    )
+
+
 def environ() -> dict[str, str]:
     """Return the environment of a job, whichever MPI starts it."""
     unless_given = {"MINIGRAD_KERNELS": "numpy"}  # to load numba and its kernels takes each process two seconds of CPU
@@ -49,6 +57,8 @@ def environ() -> dict[str, str]:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",  # or the ranks of two jobs at once would share a core
         "OPENBLAS_NUM_THREADS": "1",
+        # A folder of its own: what an mpirun that is killed leaves there stops a later one that has its process number.
+        "TMPDIR": tempfile.mkdtemp(dir=_FOLDERS.name),
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support"))),
     }
     return unless_given | os.environ | always
