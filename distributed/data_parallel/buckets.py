@@ -2,7 +2,7 @@
 
 A bucket is launched from inside the hook that brings its last gradient, but never before the buckets in front of it:
 ranks match collectives by call order, and another rank may finish its gradients in another order. That order is the
-model's, backwards, until `learn_order` takes the one in which rank 0's backward completed them. Buckets stay as cut.
+model's, backwards, until `LaunchOrder` takes the one in which rank 0's backward completed them. Buckets stay as cut.
 
 The mean over ranks is weighted here and nowhere else: each rank multiplies by its share of the samples
 just before the launch, so that the sum over ranks is the mean.
@@ -24,6 +24,7 @@ from distributed.clipping import PartNorm
 from distributed.comm.communicator import Communicator, Work
 from distributed.data_parallel.bucket import BROKEN, REDUCING, UNREDUCED, Bucket
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.launch_order import LaunchOrder
 from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES, bucket_limit, plan_buckets
 from distributed.data_parallel.verdict import Verdict
 from distributed.trace.recorder import Recorder
@@ -56,7 +57,7 @@ class GradientBucketManager:
 
     Attributes:
         buckets: in model order, backwards.
-        launch_order: the same buckets, as all ranks launch them.
+        order: in which all ranks launch them.
         under_way: a backward has begun, and neither `wait` nor `cancel` has ended it.
         unused: names of parameters that require grad and that no rank's backward reached, as of the last `wait`.
 
@@ -80,12 +81,7 @@ class GradientBucketManager:
         self.params = list(dict.fromkeys(p if isinstance(p, Parameter) else _from_triple(*p) for p in params))
         limit = bucket_limit(self.params, bucket_bytes)
         self.buckets = [Bucket(i, part) for i, part in enumerate(plan_buckets(self.params, limit, last))]
-        self.launch_order = list(self.buckets)
-        self._num_last = len(set(last))
-        self._completed: list[int] = []  # numbers of buckets, as this backward makes them complete
-        self._had_backward = False
-        self._is_learned = comm.size == 1  # or there is nobody to agree with
-        self._has_step = False  # all ranks have taken one, so all know that there is an order to learn
+        self.order = LaunchOrder(self.buckets, len(set(last)), comm)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
         self._by_name = {p.name: p for p in self.params}
         self.recorder = Recorder() if recorder is None else recorder
@@ -161,8 +157,8 @@ class GradientBucketManager:
         self._begin(share, [p in used or self._was_reached(p) for p in self.params])
         for p in self._bucket_of.keys() - reached:
             self._close(p)
-        self._completed = [bucket.number for bucket in self.buckets if not bucket.pending]
-        self._had_backward = bool(reached)
+        if reached:  # or it is no backward, and shows no order
+            self.order.begin(bucket for bucket in self.buckets if not bucket.pending)
         self._launch_complete()
 
     def _begin(self, share: float | None, reached: Sequence[bool]) -> None:
@@ -173,7 +169,7 @@ class GradientBucketManager:
         self._share = 1 / self.comm.size if share is None else share
         self._verdict.reset(reached)
         self._num_launched = 0
-        self._completed, self._had_backward = [], True
+        self.order.begin()
         self.under_way = True
 
     def mark_ready(self, param: Parameter | str) -> None:
@@ -191,25 +187,8 @@ class GradientBucketManager:
             raise RuntimeError(self._message(f"on_grad_ready({p.name!r}) called twice in one backward"))
         self._close(p)
         if not pending:
-            self._completed.append(self._bucket_of[p].number)
+            self.order.note(self._bucket_of[p])
             self._launch_complete()
-
-    def learn_order(self) -> None:
-        """Launch from now on as rank 0's last backward completed the buckets. Collective; between two backwards.
-
-        Does something once, after the first step that all ranks took and rank 0 had a backward for: where layers are
-        declared as they do not run, the given order holds every bucket back to the end. `last` buckets stay last.
-        Sums are the same to the bit: no bucket changes, only when it travels.
-        """
-        if self._is_learned or not self._has_step:
-            return
-        with self.comm.waiting_for("the order of buckets that rank 0 has learned"):
-            order: list[int] = self.comm.broadcast_object(self._completed if self._had_backward else [])
-        self._has_step = False
-        if order:
-            first_last = self.num_buckets - self._num_last
-            self.launch_order = [self.buckets[i] for i in sorted(order, key=lambda i: max(i - first_last + 1, 0))]
-            self._is_learned = True
 
     def wait(self) -> None:
         """Block until every gradient is averaged.
@@ -231,7 +210,7 @@ class GradientBucketManager:
         for p in self.params:
             p.hold = self._final_hold(p)
         self.under_way = False
-        self._has_step = True
+        self.order.end()
         if unused and unused != self.unused:
             warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)
         self.unused = unused
@@ -308,7 +287,7 @@ class GradientBucketManager:
             return f"bucket {awaited.number} of {self.num_buckets}, {awaited.range.params[0].name} ..."
 
         with self.comm.waiting_for(what):
-            for awaited in self.launch_order:
+            for awaited in self.order.buckets:
                 self.settle(awaited)
             awaited = None
             return self._verdict.wait()
@@ -337,8 +316,8 @@ class GradientBucketManager:
 
     def _launch_complete(self) -> None:
         """Launch buckets in their order, up to the first that is not complete."""
-        while self._num_launched < self.num_buckets and not self.launch_order[self._num_launched].pending:
-            bucket = self.launch_order[self._num_launched]
+        while self._num_launched < self.num_buckets and not self.order.buckets[self._num_launched].pending:
+            bucket = self.order.buckets[self._num_launched]
             bucket.work = self._launch(bucket)
             self._num_launched += 1
 

@@ -171,7 +171,7 @@ class DistributedDataParallel:
         """
         own = Share.of(self.comm.rank, counts)
         if self._part.comm.size == 1:  # a pipeline's order is part of its proof against deadlock, and stays
-            self.buckets.learn_order()
+            self.buckets.order.learn()
         self._num_backwards += 1
         if self._check_every and self._num_backwards % self._check_every == 0:
             self.check_replicas()
@@ -253,7 +253,7 @@ class DistributedDataParallel:
     @property
     def bucket_params(self) -> list[list[Parameter]]:
         """The parameters of each bucket, in the order in which all ranks launch them."""
-        return [list(bucket.range.params) for bucket in self.buckets.launch_order]
+        return [list(bucket.range.params) for bucket in self.buckets.order.buckets]
 
     def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
         """Return an optimizer of the model: of this rank's shards of it, where ranks share its state out.

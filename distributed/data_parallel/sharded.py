@@ -178,7 +178,7 @@ class ShardedOptimizer(Optimizer):
                 self._update(part, master, grad, self.num_steps)
                 part.data[...] = master
         self.num_steps += 1
-        moved = [bucket for bucket in self._buckets.launch_order if any(p.requires_grad for p in bucket.range.params)]
+        moved = [bucket for bucket in self._buckets.order.buckets if any(p.requires_grad for p in bucket.range.params)]
         self._arrivals = [self._gather(bucket) for bucket in reversed(moved)]  # the first layers first
 
     def _gather(self, bucket: Bucket) -> Arrival:
