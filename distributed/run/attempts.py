@@ -96,8 +96,8 @@ class RunAttempt(Generic[T]):
         """
         run, attempt = self._run, self._attempt
         run.log(loss, **more)
-        waited = run.mean_wait(attempt.comm.waited_seconds - self._waited)
-        attempt.training.data.finish = lambda: run.line_of(time.perf_counter() - self._start, waited)
+        waited = run.line.mean_wait(attempt.comm, attempt.comm.waited_seconds - self._waited)
+        attempt.training.data.finish = lambda: run.line.end(time.perf_counter() - self._start, waited)
         attempt.commit(take=take)
 
     def __enter__(self) -> T:
@@ -174,13 +174,13 @@ class AttemptLoop(Generic[T]):
     def _end_step(self, step: int) -> bool:
         """Write, show and save what a step has led to; return whether the run ends here, as it was asked to."""
         run, settings = self.run, self.run.settings
-        run.check_loss()
+        run.line.check_loss()
         fault = run.write_line()
         if fault is not None:
             self._stop.request()
-        self._seconds += run.line["seconds"]
+        self._seconds += run.line.values["seconds"]
         if self._progress is not None:
-            self._progress.update(run.words(step + 1 - self._first, self._seconds))
+            self._progress.update(run.line.words(step + 1 - self._first, self._seconds))
         try:
             asked = self._stop.agreed()
             if asked and (fault := run.comm.broadcast_object(fault)) is not None:

@@ -1,4 +1,7 @@
-"""A run: what it prints, what it saves and when, how it goes on, and when it ends. `run_folder.py` has its files."""
+"""A run: what it prints, what it saves and when, how it goes on, and when it ends.
+
+`folder.py` has its files, `step_line.py` what is measured of a step, `attempts.py` the loop where ranks may die.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import numpy as np
-
-from distributed import Communicator, ReduceOp, SoloCommunicator, describe, launched_by_mpi
+from distributed import Communicator, SoloCommunicator, describe, launched_by_mpi
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from distributed.comm.failure import Heal
 from distributed.comm.outcome import note_run
@@ -28,6 +29,7 @@ from distributed.run.folder import RunFolder
 from distributed.run.plots import speed_text, totals
 from distributed.run.progress import Progress
 from distributed.run.settings import RunSettings
+from distributed.run.step_line import StepLine
 from distributed.run.trackers import Trackers
 from distributed.stop import StopRequest
 from distributed.trace.perfetto import Event
@@ -83,11 +85,8 @@ class Run:
         self.comm = comm
         self.training: Any = None  # of the last attempt
         self._device = device
-        self._samples = samples
-        self._samples_per_step = settings.batch * size
         self._loss_unit = loss_unit
-        self.line: dict[str, Any] = {}  # of the step under way
-        self._aside = (0.0, 0.0)  # seconds that are not of this step, and of these in waits
+        self.line = StepLine(samples, settings.batch * size)
         self._events: list[Event] = []  # of the step that was recorded
         self._start_line = ""
         self._files: RunFolder  # on rank 0 alone
@@ -199,36 +198,7 @@ class Run:
 
     def begin_line(self, step: int, learning_rate: float, *, is_first: bool) -> None:
         """Begin the line of a step."""
-        self.line, self._aside = {"step": step, "learning_rate": learning_rate}, (0.0, 0.0)
-        if is_first:
-            self.line |= self._layout()
-
-    def mean_wait(self, waited: float) -> float | None:
-        """Return how long a rank waited for others in this step, on average; None where there are none. Collective."""
-        if self.comm.size == 1:
-            return None
-        return float(self.comm.allreduce(np.array([waited - self._aside[1]]), op=ReduceOp.MEAN).wait()[0])
-
-    def line_of(self, seconds: float, waited: float | None) -> dict[str, Any]:
-        """Return the line of the step that has ended."""
-        if "loss" not in self.line:
-            raise RuntimeError("every step logs its loss: call run.log(loss) before the end of the loop's body")
-        seconds -= self._aside[0]
-        self.line |= {"seconds": seconds, self._speed: self._samples_per_step / seconds}
-        if waited is not None:
-            self.line["exposed_comm_seconds"] = waited
-        return self.line
-
-    def check_loss(self) -> None:
-        """Raise ValueError where the step that has ended leads nowhere."""
-        if not math.isfinite(self.line["loss"]):
-            step = self.line["step"]
-            raise ValueError(f"the loss of step {step} is {self.line['loss']}, and what follows would be too")
-
-    def words(self, num_steps: int, seconds: float) -> str:
-        """Return what a progress bar says after so many steps."""
-        speed = num_steps * self._samples_per_step / seconds
-        return f"loss {self.line['loss']:.3f}, {speed:,.0f} {self._samples}/s"
+        self.line.begin(step, learning_rate, self._layout() if is_first else {})
 
     def tell(self, recovery: Recovery) -> None:
         """Say how ranks were lost and what became of it."""
@@ -271,14 +241,15 @@ class Run:
                 self.begin_line(step, optimizer.lr, is_first=step == first)
                 yield step
                 seconds_of_step = time.perf_counter() - start
-                line = self.line_of(seconds_of_step, self.mean_wait(self.comm.waited_seconds - waited))
-                self.check_loss()
+                mean_wait = self.line.mean_wait(self.comm, self.comm.waited_seconds - waited)
+                line = self.line.end(seconds_of_step, mean_wait)
+                self.line.check_loss()
                 fault = self.write_line()
                 if fault is not None:
                     stop.request()
                 done = step + 1
                 seconds += line["seconds"]
-                progress.update(self.words(done - first, seconds))
+                progress.update(self.line.words(done - first, seconds))
                 asked = stop.agreed()
                 if asked and (fault := self.comm.broadcast_object(fault)) is not None:
                     raise ValueError(fault)
@@ -300,17 +271,13 @@ class Run:
 
     def note(self, **values: float) -> None:
         """Add to this step's line of metrics; a `validation_loss` is a point in loss.png."""
-        self.line |= {name: float(value) for name, value in values.items()}
+        self.line.note(**values)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Leave what runs inside out of this step's time, such as an evaluation."""
-        start, waited = time.perf_counter(), self.comm.waited_seconds
-        yield
-        self._aside = (
-            self._aside[0] + time.perf_counter() - start,
-            self._aside[1] + self.comm.waited_seconds - waited,
-        )
+        with self.line.aside(self.comm):
+            yield
 
     @contextmanager
     def recorded(self, whose: HasRecorder, step: int) -> Iterator[None]:
@@ -342,9 +309,9 @@ class Run:
         if not lines:
             return ""  # all steps were done elsewhere, and nobody knows how
         seconds, speed, waited = totals(lines)
-        summary = {"steps": len(lines), "seconds": seconds, "loss": lines[-1]["loss"], self._speed: speed}
+        summary = {"steps": len(lines), "seconds": seconds, "loss": lines[-1]["loss"], self.line.speed: speed}
         time_taken = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
-        words = f"{len(lines)} steps in {time_taken}, {speed_text(speed or 0.0)} {self._samples}/s"
+        words = f"{len(lines)} steps in {time_taken}, {speed_text(speed or 0.0)} {self.line.samples}/s"
         if waited is not None:
             summary["exposed_comm_share"] = waited
             words += f", {waited:.0%} of it in waits for other ranks"
@@ -360,10 +327,6 @@ class Run:
         """Return what a picture says of the processes that go on with a run."""
         parts = {name: getattr(self.settings, name) for name in ("dp", "pp") if hasattr(self.settings, name)}
         return {"ranks": self.comm.size} | parts
-
-    @property
-    def _speed(self) -> str:
-        return f"{self._samples}_per_second"
 
     def _open(self) -> Path:
         self._files = RunFolder(self.settings.run)
@@ -417,10 +380,10 @@ class Run:
         if self.comm.rank != 0:
             return None
         try:
-            self._files.write_metrics(self.line)
+            self._files.write_metrics(self.line.values)
         except OSError as error:
             return _said(error)
-        self._track(self.line)
+        self._track(self.line.values)
         return None
 
     def _track(self, line: dict[str, Any]) -> None:
