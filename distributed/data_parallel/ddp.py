@@ -170,8 +170,7 @@ class DistributedDataParallel:
         Collective where the weights are checked.
         """
         own = Share.of(self.comm.rank, counts)
-        if self._part.comm.size == 1:  # a pipeline's order is part of its proof against deadlock, and stays
-            self.buckets.order.learn()
+        self.buckets.order.learn()
         self._num_backwards += 1
         if self._check_every and self._num_backwards % self._check_every == 0:
             self.check_replicas()

@@ -4,6 +4,10 @@ Buckets are cut from the end of the model to its beginning. Where layers are dec
 is next in line is then complete last, and holds all others back. The order in which rank 0's first backward completed
 them is taken by all ranks, since collectives need one order. Sums are the same to the bit: no bucket changes, only when
 it travels.
+
+In a pipeline with several chunks a rank the schedule makes the order, and the replicas of each rank learn it from the
+first of them. They run one program and launch a bucket at one place of it; so pipelines side by side wait for nobody
+that one of them alone does not wait for, and a proof of the given order holds for this one too.
 """
 
 from __future__ import annotations

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pytest
 
 import minigrad as mg
-from distributed import DistributedDataParallel
+from distributed import DistributedDataParallel, LocalWorld, Mesh
 from distributed.data_parallel.comm_hooks import compressed
+from distributed.data_parallel.launch_order import LaunchOrder
 from minigrad.flat import zero_grad
+from minigrad.models import gpt
 from minigrad.nn import Module
 from minigrad.optim import AdamW
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 LAYERS = [f"layer{i}" for i in range(6)]
 KINDS: list[dict[str, Any]] = [
@@ -100,3 +104,48 @@ def test_an_order_is_learned_once_rank_0_has_had_samples_and_last_buckets_stay_l
         assert orders == [given, given, learned]
 
     ranks.run(program)
+
+
+SIZES = gpt.GPTConfig(vocab_size=11, context=4, num_layers=4, num_heads=2, width=8)
+
+
+def trained_in_a_pipeline(comm: Any, name: str) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Take three steps of dp 2 x pp 2; return the gradients of each, and the stages of each bucket as launched."""
+    mesh = Mesh(comm, dp=2, pp=2)
+    schedule = SCHEDULES[name]
+    stages = PipelineStage.of(gpt.layers(SIZES), mesh.pp, schedule, seed=0, dtype=np.float32)
+    pipe = PipelineExecutor(stages, mesh.pp, schedule, num_microbatches=4, loss_fn=mg.cross_entropy)
+    ddp = DistributedDataParallel(stages, mesh.dp, bucket_bytes=1)
+    optimizer = ddp.optimizer(AdamW(1e-2))
+    grads = []
+    for step in range(3):
+        ids = np.random.default_rng([mesh.dp.rank, step]).integers(0, SIZES.vocab_size, (4, SIZES.context + 1))
+        optimizer.zero_grad()
+        pipe.step(ids[:, :-1], ids[:, 1:], hooks=ddp.hooks(num_samples=4))
+        ddp.wait()
+        grads.append(ddp.buckets.whole_grads())
+        optimizer.step()
+        pipe.check_deadlock_free(ddp)  # with what has been learned, too
+    holders = {p: [stage.stage_id for stage in stages if p in stage.parameters()] for p in stages.parameters()}
+    order = [holders[p][0] for (p,) in ddp.bucket_params if p not in stages.tied and len(holders[p]) == 1]
+    return grads, [stage for stage, _ in groupby(order)]
+
+
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [
+        ("v_half", [[0, 3], [1, 2]]),  # which ends with the last W of stage 0, and then with that of stage 3
+        ("interleaved_1f1b", [[2, 0], [3, 1]]),
+    ],
+)
+def test_a_pipeline_launches_the_buckets_of_its_chunks_as_the_schedule_ends_them(monkeypatch, name, learned):
+    found = LocalWorld(4).run(trained_in_a_pipeline, name)
+    assert [order for _, order in found] == 2 * learned
+    monkeypatch.setattr(LaunchOrder, "learn", lambda order: None)
+    given = LocalWorld(4).run(trained_in_a_pipeline, name)
+    assert all(order == sorted(order, reverse=True) for _, order in given)
+    for (got, _), (wanted, _) in zip(found, given, strict=True):
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert mine.keys() == theirs.keys()
+            for key in mine:
+                np.testing.assert_array_equal(mine[key], theirs[key])
