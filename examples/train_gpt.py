@@ -185,8 +185,8 @@ class Training:
         self.pipe = PipelineExecutor(
             self.stages, self.mesh.pp, self.schedule, num_microbatches=num_microbatches, loss_fn=loss_fn
         )
-        bucket_bytes = math.ceil(settings.bucket_mb * 2**20)
-        if not bucket_bytes:
+        bucket_bytes = None if settings.bucket_mb is None else math.ceil(settings.bucket_mb * 2**20)
+        if bucket_bytes == 0:
             seconds = self._backward_seconds(*self._batches(tokens).next(), num_microbatches)
             choice = choose_bucket_bytes(self.mesh.dp, self.stages.parameters(), seconds)
             bucket_bytes = choice.bucket_bytes

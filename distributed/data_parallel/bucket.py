@@ -50,7 +50,7 @@ class Bucket:
 class BucketOptions(TypedDict, total=False):
     """What every kind of buckets can be told; see `GradientBucketManager`."""
 
-    bucket_bytes: int
+    bucket_bytes: int | None
     last: Sequence[Parameter]
     comm_hook: CommHook
     recorder: Recorder | None

@@ -30,7 +30,6 @@ from types import ModuleType
 import numpy as np
 
 from distributed.comm.communicator import Communicator
-from distributed.data_parallel.plan import bucket_limit
 from minigrad.backend import synchronize, xp_of
 from minigrad.parameter import Parameter
 
@@ -88,7 +87,7 @@ def choose_bucket_bytes(comm: Communicator, params: Sequence[Parameter], backwar
         params: whose gradients are averaged.
         backward_seconds: how long they take to become final, one after the other; rank 0's counts.
     Returns:
-        Rank 0's, on every rank; no more than `bucket_limit` lets a bucket hold.
+        Rank 0's, on every rank.
     Raises:
         ValueError: backward_seconds of rank 0 is negative or not finite; the same on every rank.
     """
@@ -96,7 +95,7 @@ def choose_bucket_bytes(comm: Communicator, params: Sequence[Parameter], backwar
     seconds = comm.broadcast_object(backward_seconds)
     num_bytes = sum(p.data.nbytes for p in params)
     best = best_bucket_bytes(link.latency, link.seconds_a_byte, num_bytes, seconds)
-    return comm.broadcast_object(BucketChoice(bucket_limit(params, best), link, seconds))
+    return comm.broadcast_object(BucketChoice(best, link, seconds))
 
 
 def measure_link(comm: Communicator, xp: ModuleType = np) -> Link:

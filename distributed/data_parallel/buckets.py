@@ -25,7 +25,7 @@ from distributed.comm.communicator import Communicator, Work
 from distributed.data_parallel.bucket import BROKEN, REDUCING, UNREDUCED, Bucket
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.launch_order import LaunchOrder
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES, bucket_limit, plan_buckets
+from distributed.data_parallel.plan import default_bucket_bytes, plan_buckets
 from distributed.data_parallel.verdict import Verdict
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
@@ -49,8 +49,8 @@ class GradientBucketManager:
     Args:
         params: parameters, or triples, in model order: backward finishes them in reverse.
         comm: the ranks to average over; every rank gives the same layout.
-        bucket_bytes: a bucket is closed when the next gradient would exceed this, or a sixteenth of all gradients.
-            One gradient may be larger.
+        bucket_bytes: a bucket is closed when the next gradient would exceed this; one gradient may be larger. None: a
+            sixteenth of all gradients, within 256 KiB and 25 MiB.
         last: parameters among `params` that are final only after the backward; each gets a bucket, at the end.
         comm_hook: how a bucket travels; the same on every rank.
         recorder: notes when a bucket is under way.
@@ -70,16 +70,16 @@ class GradientBucketManager:
         params: Iterable[Parameter | tuple[str, int, Any]],
         comm: Communicator,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         last: Sequence[Parameter] = (),
         comm_hook: CommHook = allreduce,
         recorder: Recorder | None = None,
     ) -> None:
-        if bucket_bytes < 1:
+        if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         self.comm = comm
         self.params = list(dict.fromkeys(p if isinstance(p, Parameter) else _from_triple(*p) for p in params))
-        limit = bucket_limit(self.params, bucket_bytes)
+        limit = default_bucket_bytes(self.params) if bucket_bytes is None else bucket_bytes
         self.buckets = [Bucket(i, part) for i, part in enumerate(plan_buckets(self.params, limit, last))]
         self.order = LaunchOrder(self.buckets, len(set(last)), comm)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}

@@ -14,7 +14,6 @@ from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.join import until_all_are_through
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.reduction import Reduction
 from distributed.data_parallel.replicas import BUFFERS, broadcast_params, check_equal, check_layout, sync_buffers
 from distributed.data_parallel.shares import NO_SAMPLES, Share, count
@@ -86,7 +85,7 @@ class DistributedDataParallel:
         model: HasParameters,
         comm: Communicator,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         comm_hook: CommHook = allreduce,
         zero: int = 0,
         whole: Callable[[Parameter], bool] | None = None,

@@ -14,7 +14,6 @@ from distributed.agreement import agree
 from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.ddp import HasParameters
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.trainer import Trainer, TrainingConfig, TrainingMetrics
 from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
@@ -67,7 +66,7 @@ class PipelineTrainer(Trainer):
         replicas: Communicator,
         config: TrainingConfig,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         comm_hook: CommHook = allreduce,
         check_every: int = 0,
         zero: int = 0,

@@ -13,19 +13,15 @@ from collections.abc import Sequence
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.parameter import Parameter
 
-DEFAULT_BUCKET_BYTES = 25 << 20
+MOST_BUCKET_BYTES = 25 << 20  # where nobody has asked for another size
 EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
 MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than an edge: one bucket hides nothing
 
 
-def bucket_limit(params: Sequence[Parameter], bucket_bytes: int) -> int:
-    """Return how large a bucket of this model may become.
-
-    Args:
-        bucket_bytes: what is wanted; less where that would make too few buckets.
-    """
+def default_bucket_bytes(params: Sequence[Parameter]) -> int:
+    """Return how large a bucket of this model may become where nobody says it."""
     share_bytes = sum(p.data.nbytes for p in params) // MIN_NUM_BUCKETS
-    return min(bucket_bytes, max(EDGE_BUCKET_BYTES, share_bytes))
+    return min(MOST_BUCKET_BYTES, max(EDGE_BUCKET_BYTES, share_bytes))
 
 
 def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[Parameter] = ()) -> list[FlatRange]:
@@ -36,7 +32,7 @@ def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[
 
     Args:
         params: in model order.
-        bucket_bytes: see `GradientBucketManager`.
+        bucket_bytes: that a bucket has at most, but for one gradient that is larger.
         last: of these, one bucket each, after all others.
     """
     FlatBuffer.adopt(params)  # together, before they are cut

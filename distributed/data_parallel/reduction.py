@@ -22,7 +22,6 @@ from distributed.data_parallel.buckets import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.early import EarlyBuckets
 from distributed.data_parallel.exact import ExactBuckets
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.sharded import ShardedBuckets
 from distributed.data_parallel.sharded_gradients import GradientShards
 from distributed.trace.recorder import Recorder
@@ -37,7 +36,7 @@ class Reduction:
         ValueError: one of them has no such value, or two do not go together.
     """
 
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int | None = None
     comm_hook: CommHook = allreduce
     zero: int = 0
     whole: Callable[[Parameter], bool] | None = None

@@ -24,7 +24,6 @@ from distributed.comm.communicator import Array, Communicator
 from distributed.comm.solo import SoloCommunicator
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.ddp import DistributedDataParallel, HasParameters
-from distributed.data_parallel.plan import DEFAULT_BUCKET_BYTES
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.trace.recorder import Recorder
 from minigrad.backprop import backward_with_grad, reached_parameters
@@ -133,7 +132,7 @@ class Trainer:
         comm: Communicator,
         config: TrainingConfig,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         comm_hook: CommHook = allreduce,
         check_every: int = 0,
         zero: int = 0,

@@ -197,7 +197,8 @@ def _parser(kind: type[RunSettings], description: str | None) -> argparse.Argume
             group.add_argument(flag_of(f.name), action=action, help=text)
         else:
             text += "" if f.default is None else f" (default: {f.default})"
-            convert = str if f.default is None else type(f.default)
+            values = [f.default, *f.metadata["words"].values()]
+            convert = next((type(value) for value in values if value is not None), str)
             read = _reader(f.name, convert, f.metadata["words"])
             group.add_argument(flag_of(f.name), type=read, metavar=f.metadata["metavar"] or "N", help=text)
     return parser

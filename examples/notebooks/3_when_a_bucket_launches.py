@@ -125,8 +125,8 @@ def overlapped(comm, bucket_bytes):
 
 # %% [markdown]
 # `LocalWorld(2)` runs it on two threads, one a rank. We try nine bucket sizes, from a message for each parameter to
-# one for all. (This model is small enough for that. Of a large one, the manager fills no bucket beyond a sixteenth of
-# all gradients, whatever you ask for; the end of this notebook shows why.)
+# one for all. (Where you ask for no size, the manager fills no bucket beyond a sixteenth of all gradients; the end of
+# this notebook shows why.)
 
 # %%
 layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)

@@ -110,6 +110,13 @@ def test_a_model_is_cut_into_enough_buckets_to_overlap_something(monkeypatch):
     assert [len(bucket.range.params) for bucket in few.buckets] == [2, 2]  # none is smaller than an edge
 
 
+def test_a_size_that_is_asked_for_is_taken_whatever_it_leaves_to_overlap(monkeypatch):
+    monkeypatch.setattr(planning, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
+    params = [Parameter(np.zeros(4), f"p{i}") for i in range(32)]
+    asked = GradientBucketManager(params, SoloCommunicator(), bucket_bytes=64 * ELEMENT_BYTES)
+    assert [len(bucket.range.params) for bucket in asked.buckets] == [1, 15, 15, 1]
+
+
 def test_no_parameters_make_no_bucket():
     manager = GradientBucketManager([], SoloCommunicator())
     assert manager.num_buckets == 0

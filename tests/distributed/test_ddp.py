@@ -663,16 +663,13 @@ def test_most_of_a_default_gpt_travels_while_its_backward_still_computes():
     defaults = TrainSettings()
     config = GPTConfig(defaults.vocab, 8, defaults.layers, defaults.heads, defaults.width)
     model = GPT(config)
-    for options in ({}, {"bucket_bytes": int(defaults.bucket_mb * 2**20)}):
-        ddp = DistributedDataParallel(model, SoloCommunicator(), **options)
-        launched: list[int] = []
-        look = mg.Hooks(between_ops=lambda ddp=ddp, launched=launched: launched.append(ddp.buckets.num_launched))
-        ids = np.arange(8).reshape(1, 8)
-        mg.backward_with_hooks(mg.cross_entropy(model(ids), ids), ddp.hooks(num_samples=1) + look)
-        assert launched[len(launched) // 2] >= ddp.buckets.num_buckets // 3 >= 3
-        assert launched[-5] >= ddp.buckets.num_buckets - 2  # the last, small ones: embeddings
-        ddp.wait()
-        zero_grad(ddp.params)
+    ddp = DistributedDataParallel(model, SoloCommunicator())
+    launched: list[int] = []
+    look = mg.Hooks(between_ops=lambda: launched.append(ddp.buckets.num_launched))
+    ids = np.arange(8).reshape(1, 8)
+    mg.backward_with_hooks(mg.cross_entropy(model(ids), ids), ddp.hooks(num_samples=1) + look)
+    assert launched[len(launched) // 2] >= ddp.buckets.num_buckets // 3 >= 3
+    assert launched[-5] >= ddp.buckets.num_buckets - 2  # the last, small ones: embeddings
 
 
 # Calls in the wrong order
@@ -815,9 +812,10 @@ def test_losses_and_gradients_weigh_by_what_counts_where_that_is_said(ranks):
     def program(comm):
         model = Weights(w=1.0)
         ddp = DistributedDataParallel(model, comm)
-        mg.backward_with_grad(model.w * 6.0, 2.0)  # a mean over 8
-        hooks = ddp.hooks(num_samples=1, weight=9.0 + comm.rank, mean_over=4)
-        mg.backward_with_grad(model.w * float(comm.rank), (1 + comm.rank) / 4, hooks=hooks)
+        unit = 4 + 3 * comm.rank  # what weighs 1 on this rank: on another it is something else
+        mg.backward_with_grad(model.w * 6.0, 8 / unit)  # a mean over 8
+        hooks = ddp.hooks(num_samples=1, weight=9.0 + comm.rank, mean_over=unit)
+        mg.backward_with_grad(model.w * float(comm.rank), (1 + comm.rank) / unit, hooks=hooks)
         ddp.wait()
         total = sum(9 + rank for rank in range(comm.size))
         expected = sum(6 * 8 + rank * (1 + rank) for rank in range(comm.size)) / total
