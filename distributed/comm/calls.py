@@ -39,12 +39,14 @@ class Call(NamedTuple):
         array: what it moves.
         op: how it is reduced.
         root: the rank that it comes from.
+        subject: what it is about, where the caller has said so: see `Communicator.calls_about`.
     """
 
     kind: str
     array: Array | None = None
     op: ReduceOp | None = None
     root: int | None = None
+    subject: str | None = None
 
     def __str__(self) -> str:
         text = self.kind
@@ -52,7 +54,9 @@ class Call(NamedTuple):
             text += f" of {describe_array(self.array)}"
         if self.op is not None:
             text += f" by {self.op.name}"
-        return text if self.root is None else f"{text} from {self.root}"
+        if self.root is not None:
+            text += f" from {self.root}"
+        return text if self.subject is None else f"{text} for {self.subject}"
 
 
 def call_site() -> str:

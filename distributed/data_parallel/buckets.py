@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -284,7 +285,7 @@ class GradientBucketManager:
         def what() -> str:
             if awaited is None:
                 return THE_VERDICT
-            return f"bucket {awaited.number} of {self.num_buckets}, {awaited.range.params[0].name} ..."
+            return self._name_of(awaited)
 
         with self.comm.waiting_for(what):
             for awaited in self.order.buckets:
@@ -318,7 +319,8 @@ class GradientBucketManager:
         """Launch buckets in their order, up to the first that is not complete."""
         while self._num_launched < self.num_buckets and not self.order.buckets[self._num_launched].pending:
             bucket = self.order.buckets[self._num_launched]
-            bucket.work = self._launch(bucket)
+            with self.comm.calls_about(partial(self._name_of, bucket)):
+                bucket.work = self._launch(bucket)
             self._num_launched += 1
 
     def _launch(self, bucket: Bucket) -> Work:
@@ -352,6 +354,10 @@ class GradientBucketManager:
         check_resettable([p], "a second reduction of")
         p.hold = REDUCING
         self._bucket_of[p].pending.remove(p)
+
+    def _name_of(self, bucket: Bucket) -> str:
+        """Name a bucket by the first parameter in it."""
+        return f"bucket {bucket.number} of {self.num_buckets}, {bucket.range.params[0].name} ..."
 
     def _message(self, rule: str) -> str:
         pending = [p.name for bucket in self.buckets for p in bucket.range.params if p in bucket.pending]

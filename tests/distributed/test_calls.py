@@ -12,6 +12,8 @@ from jobs import needs_mpirun, run_job
 
 from distributed import DistributedDataParallel, ReduceOp, launched_by_mpi
 from distributed.comm.calls import Call, call_site, describe_mismatch
+from distributed.data_parallel.buckets import GradientBucketManager
+from minigrad import backward_with_hooks
 from minigrad.models import MLP
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
@@ -109,6 +111,56 @@ def test_an_average_on_one_rank_alone_is_named(ranks):
             ddp.hooks(num_samples=4)
 
         with pytest.raises(RuntimeError, match=rule):
+            step()
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_reduce_as_many_gradients_of_something_else_are_named_with_the_parameter(ranks):
+    """Sums of one layer's gradients on a rank and another's on the next are finite, and nobody would notice."""
+
+    def program(comm):
+        if launched_by_mpi():
+            comm = checked(comm)
+        layout = [("up.weight", 4, np.float32), ("down.weight", 4, np.float32)]
+        last = comm.rank == comm.size - 1
+        manager = GradientBucketManager(layout[::-1] if last else layout, comm, bucket_bytes=1)
+        manager.reset()
+        bucket = (
+            r"calls allreduce of float32\[4\] by SUM for bucket 0 of 2, {}\.weight \.\.\. \(.*test_calls\.py:\d+, .*\)"
+        )
+        rule = rf"rank \d {bucket.format('(down|up)')} and rank \d {bucket.format('(down|up)')}$"
+
+        def step():
+            for name, _, _ in reversed(layout):
+                manager.mark_ready(name)
+            manager.wait()
+
+        with pytest.raises(RuntimeError, match=rule):
+            step()
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_on_one_rank_alone_is_named_with_the_bucket(ranks):
+    def program(comm):
+        if launched_by_mpi():
+            comm = checked(comm)
+        model = MLP([3, 2])
+        ddp = DistributedDataParallel(model, comm)
+
+        def step():
+            hooks = ddp.hooks(num_samples=2)
+            if comm.rank == 0:
+                ddp.mean(1.0)
+            backward_with_hooks(model(np.ones((2, 3), np.float32)).sum(), hooks)
+            ddp.wait()
+
+        with pytest.raises(
+            RuntimeError, match=r"by SUM for bucket 0 of 1, fc0\.bias \.\.\. \(.*test_calls\.py:\d+, .*\)"
+        ):
             step()
 
     ranks.run(program)
