@@ -424,6 +424,59 @@ extern "C" __global__ void select(const T* x, const bool* keep, float scale, T* 
     store8(y, i, end, VECTORS, a);
   });
 }
+// max(x, 0), and where x > 0; a nan stays one.
+extern "C" __global__ void relu(const T* x, T* y, bool* positive, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS);
+    __align__(8) bool above[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) above[j] = a.v[j] > 0, a.v[j] = a.v[j] <= 0 ? 0 : a.v[j];
+    store8(y, i, end, VECTORS, a);
+    if (VECTORS && i + 8 <= end) *(uint2*)(positive + i) = *(uint2*)above;
+    else
+      for (int j = 0; j < 8 && i + j < end; j++) positive[i + j] = above[j];
+  });
+}
+__device__ inline float logistic(float x) { return 1 / (1 + __expf(-x)); }
+extern "C" __global__ void sigmoid(const T* x, T* y, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) a.v[j] = logistic(a.v[j]);
+    store8(y, i, end, VECTORS, a);
+  });
+}
+extern "C" __global__ void sigmoid_dx(const T* g, const T* y, T* dx, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(g, i, end, VECTORS), b = load8(y, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) a.v[j] *= b.v[j] * (1 - b.v[j]);
+    store8(dx, i, end, VECTORS, a);
+  });
+}
+// From -40 down SiLU and its derivative are 0, from 40 up x and 1, to 1e-15: no inf times 0. A nan stays one.
+__device__ inline float silu_at(float x, float& d) {
+  float outer = x < -40 ? -40 : x, inner = outer > 40 ? 40 : outer, s = logistic(inner);
+  d = s + inner * s * (1 - s);
+  return outer * s;
+}
+extern "C" __global__ void silu(const T* x, T* y, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS);
+    float d;
+    for (int j = 0; j < 8; j++) a.v[j] = silu_at(a.v[j], d);
+    store8(y, i, end, VECTORS, a);
+  });
+}
+extern "C" __global__ void silu_dx(const T* g, const T* x, T* dx, Index n) {
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS), b = load8(g, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) {
+      float d;
+      silu_at(a.v[j], d);
+      b.v[j] *= d;
+    }
+    store8(dx, i, end, VECTORS, b);
+  });
+}
 // From 40 on, on both sides, GELU is x or 0 and its derivative 1 or 0: no inf times 0. A nan stays one.
 __device__ inline float from_below(float x) { return x < -40 ? -40 : x; }
 __device__ inline float gelu_tanh(float x, float& d) {

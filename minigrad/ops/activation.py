@@ -32,9 +32,10 @@ def sigmoid(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 @op
 def silu(x: Array) -> tuple[Array, tuple[Vjp]]:
-    """Take y = x s, s the logistic function. d/dx = s + y (1 - s), the only residual."""
-    y, d = kernels_of(x).silu(x)
-    return y, (lambda g: g * d,)
+    """Take y = x s, s the logistic function. d/dx = s + y (1 - s), on a CPU the residual."""
+    kernels = kernels_of(x)
+    y, kept = kernels.silu(x)
+    return y, (lambda g: kernels.silu_dx(g, kept),)
 
 
 @op

@@ -9,7 +9,7 @@ import pytest
 from test_kernels import CASES, sampler
 
 import minigrad as mg
-from minigrad.backend import Array, is_half, to_device, to_host
+from minigrad.backend import Array, is_half, to_device, to_host, xp_of
 from minigrad.kernels import kernels_of, names, reference
 from minigrad.kernels.gpu_launch import WIDEST_ROW, new_rows
 from minigrad.precision import dtype_of
@@ -81,8 +81,9 @@ def test_it_gives_what_the_reference_gives_in_float64(case: str, dtype: str, sha
             close(out, expected, "float32", 4)
         return
     expected, found = getattr(reference, name)(*exact), getattr(gpu, name)(*device)
-    if name == "gelu":  # what is kept is its own; the derivative is what counts
-        found = (found[0], gpu.gelu_dx(cupy.ones_like(device[0]), found[1], exact[1]))
+    if name in ("gelu", "silu"):  # what is kept is its own; the derivative is what counts
+        ones = cupy.ones_like(device[0])
+        found = (found[0], getattr(gpu, f"{name}_dx")(ones, found[1], *exact[1:]))
     if name == "layer_norm_dx":  # and the pass that sums on the way
         beside = draw(dtype, *shape)
         close(gpu.layer_norm_back(*device, place(beside))[0], expected + wide(beside), dtype, 4)
@@ -99,6 +100,22 @@ def test_it_gives_what_the_reference_gives_in_float64(case: str, dtype: str, sha
         expected, found = (expected,), (found,)
     for got, want in zip(found, expected, strict=True):
         close(got, want, "float32" if got.dtype == np.float32 and name.endswith("dgain") else dtype, 4)
+
+
+@each_dtype
+@pytest.mark.parametrize("op", [mg.relu, mg.sigmoid, mg.silu, mg.gelu], ids=lambda op: op.__name__)
+def test_activations_of_nan_and_infinity_are_the_cpus(dtype: str, op: Any) -> None:
+    values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 6e4, -6e4, 1.0, -1.0]).astype(dtype_of(dtype))
+
+    def both(x: Any) -> list[Any]:
+        tensor = mg.Tensor(x, requires_grad=True)
+        with np.errstate(all="ignore"):
+            y = op(tensor)
+            mg.backward_with_grad(y, xp_of(x).ones_like(x))
+        return [wide(to_host(a)) for a in (y.data, tensor.grad)]
+
+    for found, expected in zip(both(to_device(values)), both(values), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
 
 
 @each_dtype

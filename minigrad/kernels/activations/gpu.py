@@ -8,7 +8,20 @@ from minigrad.backend import Array
 from minigrad.kernels.gpu_launch import aligned, contiguous, cp, launch, launch_elementwise, num_blocks
 from minigrad.kernels.products.gpu import add, linear, linear_then_gelu, product, product_through_gelu
 
-__all__ = ["add_select", "gelu", "gelu_back", "gelu_dx", "linear_gelu", "linear_gelu_back", "select"]
+__all__ = [
+    "add_select",
+    "gelu",
+    "gelu_back",
+    "gelu_dx",
+    "linear_gelu",
+    "linear_gelu_back",
+    "relu",
+    "select",
+    "sigmoid",
+    "sigmoid_dx",
+    "silu",
+    "silu_dx",
+]
 
 
 def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
@@ -21,6 +34,31 @@ def select(x: Array, keep: Array, scale: float = 1.0) -> Array:
 
 def add_select(x: Array, y: Array, keep: Array, scale: float) -> Array:
     return add(x, select(y, keep, scale))
+
+
+def relu(x: Array) -> tuple[Array, Array]:
+    x = contiguous(x)
+    y, positive = cp.empty_like(x), cp.empty(x.shape, bool)
+    if x.size:
+        launch_elementwise("relu", x.dtype, (x,), (y, positive), x.size)
+    return y, positive
+
+
+def sigmoid(x: Array) -> Array:
+    return _elementwise("sigmoid", x)
+
+
+def sigmoid_dx(g: Array, y: Array) -> Array:
+    return _elementwise("sigmoid_dx", g, y)
+
+
+def silu(x: Array) -> tuple[Array, Array]:
+    x = contiguous(x)
+    return _elementwise("silu", x), x
+
+
+def silu_dx(g: Array, kept: Array) -> Array:
+    return _elementwise("silu_dx", g, kept)
 
 
 def gelu(x: Array, exact: bool) -> tuple[Array, Array]:
@@ -54,3 +92,12 @@ def linear_gelu_back(g: Array, w: Array, kept: tuple[Array, Array], exact: bool)
 def gelu_back(g: Array, kept: tuple[Array, Array], exact: bool) -> tuple[Array, Array, None]:
     h, y = kept
     return y, gelu_dx(g, h, exact), None
+
+
+def _elementwise(name: str, *inputs: Array) -> Array:
+    """Launch a kernel that makes an array of those of one shape."""
+    inputs = (*map(contiguous, inputs),)
+    y = cp.empty_like(inputs[0])
+    if y.size:
+        launch_elementwise(name, y.dtype, inputs, (y,), y.size)
+    return y
