@@ -37,7 +37,7 @@ from distributed.data_parallel.feedback import FeedbackHook, WithState
 from distributed.data_parallel.low_rank import PowerSGD
 from distributed.data_parallel.top_k import TopK
 from distributed.recovery import Heal
-from distributed.run import Run, read_settings, run_script
+from distributed.run import JoinedState, Run, read_settings, run_script
 from minigrad import cross_entropy, rng
 from minigrad.backend import Array, place, synchronize, use_gpu
 from minigrad.cuda_graph import CapturedStep
@@ -95,12 +95,13 @@ def main() -> None:
         with attempt as training:
             ddp, pipe, optimizer = training.ddp, training.pipe, training.optimizer
             if training.captured is not None:  # a step with its optimizer's, which decides on the GPU whether it may
-                loss = ddp.mean(float(training.captured(*training.data.next())))
-                guard.allows(optimizer.grad_norm)
+                loss = ddp.mean(float(training.captured(*training.batches.next())))
+                if scale is None:
+                    guard.allows(optimizer.grad_norm)
                 optimizer.was_taken()
                 attempt.commit(loss, take=False, grad_norm=optimizer.grad_norm)
             else:
-                x, y = (place(part, settings.device) for part in training.data.next())
+                x, y = (place(part, settings.device) for part in training.batches.next())
                 optimizer.zero_grad()
                 hooks = ddp.hooks(num_samples=len(x))
                 with (
@@ -180,7 +181,7 @@ class Training:
 
         def loss_fn(logits: Tensor, targets: Array) -> Tensor:
             loss = cross_entropy(logits, targets)
-            return loss if scale is None or not loss.requires_grad else loss * scale.value
+            return loss if scale is None or not loss.requires_grad else loss * scale.factor
 
         self.pipe = PipelineExecutor(
             self.stages, self.mesh.pp, self.schedule, num_microbatches=num_microbatches, loss_fn=loss_fn
@@ -209,14 +210,16 @@ class Training:
             use_precision(self.stages.parameters(), settings.computed_in)
         self.captured: CapturedStep | None = None
         if settings.graph != "off" and not settings.why_no_graph and (dp == 1 or "NCCL" in comm.library):
-            self.optimizer = Optimizer(self.ddp.params, rule, max_norm=settings.clip or math.inf)
+            self.optimizer = Optimizer(self.ddp.params, rule, max_norm=settings.clip or math.inf, loss_scale=scale)
             self.captured = CapturedStep(self._step, self.optimizer)
         else:
             self.optimizer = self.ddp.optimizer(rule)
         if self.hook is not None:
             self.hook.attach(self.ddp.buckets)
         self.model = self.stages if self.hook is None else WithState(self.stages, self.hook)
-        self.data = self._batches(tokens)
+        self.batches = self._batches(tokens)
+        self.data = JoinedState(self.batches, loss_scale=scale)
+        self.scale = scale
 
     def _batches(self, tokens: Array) -> TokenBatches:
         return TokenBatches(
@@ -253,6 +256,8 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.pipe.step_on_device(x, y, hooks=self.ddp.hooks(num_samples=len(x)))
         self.ddp.wait()
+        if self.scale is not None:
+            loss = loss / self.scale.factor  # before the step changes it
         self.optimizer.step()
         return loss
 

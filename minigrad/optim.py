@@ -25,6 +25,7 @@ from minigrad.clipping import (
 )
 from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, slices_in, zero_grad
 from minigrad.parameter import Parameter, check_usable
+from minigrad.precision import LossScale
 from minigrad.update_rules import SGD, Adam, AdamW, DividingRule, LearningRate, Rule, divided
 
 if not TYPE_CHECKING:  # a type checker knows what is there
@@ -92,12 +93,14 @@ class Optimizer:
         decays: which parameters weight decay applies to; by default those with two or more axes. Asked once.
         max_norm: clip by the norm of all gradients of `params` in each step, and take no step where it is infinite or
             nan; None: neither. On a GPU this waits for nothing, as `clip_by_global_norm` would; `was_taken` asks.
+        loss_scale: of float16: gradients are those of a loss times its factor, and each step updates it. Needs
+            max_norm, which may be infinite.
         parts: of the parameters' memory, what this optimizer updates; all of it by default.
 
     Attributes:
         is_captured: a captured step is under way (`cuda_graph.py`), which calls `advance` itself.
     Raises:
-        ValueError: max_norm is not positive.
+        ValueError: max_norm is not positive, or there is a loss_scale without it.
         RuntimeError: max_norm is given for parameters of a part of a model.
     """
 
@@ -109,6 +112,7 @@ class Optimizer:
         *,
         decays: Callable[[Parameter], bool] = is_matrix,
         max_norm: float | None = None,
+        loss_scale: LossScale | None = None,
         parts: Sequence[FlatRange] | None = None,
     ) -> None:
         if not hasattr(rule, "update"):
@@ -119,9 +123,12 @@ class Optimizer:
         if max_norm is not None:
             check_max_norm(max_norm)
             check_whole(self.params)
+        elif loss_scale is not None:
+            raise ValueError("a loss_scale needs max_norm, by which steps are skipped: infinity does not clip")
         self.rule = rule
         self.decays = decays
         self.max_norm = max_norm
+        self.loss_scale = loss_scale
         self.num_steps = 0
         self.is_captured = False
         adopted = FlatBuffer.adopt(self.params)
@@ -131,7 +138,7 @@ class Optimizer:
         }
         self._known_runs: dict[FlatRange, tuple[Any, list[tuple[FlatRange, bool]], list[FlatRange]]] = {}
         self._norm = 0.0
-        self._is_counted = False  # whether `num_steps` has the last step
+        self._was_taken = True
         self._whole_step = self._new_whole_step()
 
     @property
@@ -140,15 +147,21 @@ class Optimizer:
         return self._norm if self._whole_step is None else float(self._whole_step.norm())
 
     def was_taken(self) -> bool:
-        """Return whether the last step changed anything, and where it did not, let nobody count it. Asks a GPU.
+        """Return whether the last step changed anything, and count no step that did not. Asks a GPU.
 
-        With `max_norm` a step changes nothing where the norm is infinite or nan.
+        With `max_norm` a step changes nothing where the norm is infinite or nan. A GPU takes its own account of steps
+        that were; `num_steps` and so the learning rate have heard of others when this was last called.
+
+        Raises:
+            FloatingPointError: the loss scale has skipped too many steps in a row.
         """
-        taken = math.isfinite(self.grad_norm)
-        if not taken and self._is_counted:
-            self.num_steps -= 1
-            self._is_counted = False
-        return taken
+        if self._whole_step is None:
+            return self._was_taken
+        taken, num_missed = self._whole_step.outcome()
+        self.num_steps -= num_missed
+        if self.loss_scale is not None and not taken:
+            self.loss_scale.check(self.grad_norm)
+        return bool(taken)
 
     @property
     def asks_nothing(self) -> bool:
@@ -165,6 +178,7 @@ class Optimizer:
 
         Raises:
             RuntimeError: somebody holds one of the gradients.
+            FloatingPointError: the loss scale has skipped too many steps in a row; on a GPU `was_taken` says so.
         """
         check_usable(self.params, "optimizer.step() with")
         if self._whole_step is not None:
@@ -175,9 +189,12 @@ class Optimizer:
                 part.note_change("the optimizer", copied=True)
             return
         if self.max_norm is not None:
+            if self.loss_scale is not None:
+                self.loss_scale.unscale(self.params)
             self._norm = clip_by_global_norm(self.params, self.max_norm)
-            self._is_counted = math.isfinite(self._norm)
-            if not self._is_counted:
+            allows = math.isfinite if self.loss_scale is None else self.loss_scale.update
+            self._was_taken = allows(self._norm)
+            if not self._was_taken:
                 return
         for part in self._parts:
             self._update(part, part.data, part.grad, self.num_steps)
@@ -203,7 +220,6 @@ class Optimizer:
         assert self._whole_step is not None
         self._whole_step.advance(self.lr, self.num_steps)
         self.num_steps += 1
-        self._is_counted = True
 
     def _new_whole_step(self) -> Any:
         """Return what does a whole step on a GPU, or None where parts are updated one by one."""
@@ -211,7 +227,7 @@ class Optimizer:
             return None
         if any((part.data.dtype, part.flat.grad.dtype) != (np.float32, np.float32) for part in self._parts):
             return None
-        return self.rule.whole_step(self._parts[0].data, self.max_norm)
+        return self.rule.whole_step(self._parts[0].data, self.max_norm, self.loss_scale)
 
     def _on_device(self, piece: Piece) -> tuple[Any, ...]:
         """Return a piece as a whole step takes it."""

@@ -16,11 +16,12 @@ Source: Micikevicius et al. 2018, Mixed precision training.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from minigrad.backend import Array, to_host, xp_of
 from minigrad.extras import needs
 from minigrad.flat import FlatBuffer
 from minigrad.kernels import kernels_of
@@ -74,21 +75,26 @@ def use_precision(params: Iterable[Parameter], precision: str) -> None:
 class LossScale(StepGuard):
     """A factor on the loss that keeps float16 gradients away from 0, and from infinity; and the guard of its steps.
 
-        mg.backward(loss * scale.value)
+    An optimizer that is given it does the rest, and on a GPU asks nothing: factor and counts lie there.
+
+        optimizer = Optimizer(params, AdamW(1e-3), max_norm=1.0, loss_scale=scale)
+        mg.backward(loss * scale.factor)
+        optimizer.step()
+
+    By hand, and where the norm is one of several ranks, which must all see the same:
+
         scale.unscale(params)
-        norm = clip_by_global_norm(params, 1.0)
+        norm = clip_by_global_norm(stages, 1.0)
         if scale.update(norm):
             optimizer.step()
 
-    Of several ranks, all must see the same norm: that of the whole model, after gradients were reduced.
-
     Args:
-        max_in_a_row: see `StepGuard`; by default as many more as it takes to halve the largest factor down to 1.
-
-    Attributes:
-        value: of the factor now; a power of two from 1 to `MAX_SCALE`, so that it rounds nothing.
+        value: of the factor at first; a power of two from 1 to `MAX_SCALE`, so that it rounds nothing.
         growth_steps: so many good steps in a row double it.
+        max_in_a_row: see `StepGuard`; by default as many more as it takes to halve the largest factor down to 1.
     """
+
+    most = MAX_SCALE
 
     def __init__(
         self,
@@ -98,9 +104,34 @@ class LossScale(StepGuard):
         max_in_a_row: int = MAX_SKIPPED_IN_A_ROW + int(math.log2(MAX_SCALE)),
     ) -> None:
         super().__init__(max_in_a_row)
-        self.value = value
         self.growth_steps = growth_steps
-        self._num_good = 0
+        self._state: Array = np.array([value, 0, 0, 0], np.float32)  # `LossScale` in gpu.cu
+
+    @property
+    def factor(self) -> Array:
+        """What a loss is multiplied by: () float32 where the model is, whose value follows the steps."""
+        return self._state[:1].reshape(())
+
+    @property
+    def value(self) -> float:
+        """The factor now, as a number. Asks a GPU."""
+        return float(self._state[0])
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped so far. Asks a GPU."""
+        return int(self._state[2])
+
+    @property
+    def num_in_a_row(self) -> int:
+        """Of the skipped steps, the last ones with no step taken since. Asks a GPU."""
+        return int(self._state[3])
+
+    def move_to(self, like: Array) -> Array:
+        """Let factor and counts lie where an array does, and return their memory: (4,) float32."""
+        if xp_of(self._state) is not xp_of(like):
+            self._state = xp_of(like).asarray(self._state)
+        return self._state
 
     def unscale(self, params: Iterable[Parameter]) -> None:
         """Divide all gradients by the factor, in place."""
@@ -108,29 +139,39 @@ class LossScale(StepGuard):
             grad = part.grad
             kernels_of(grad).scale(grad, 1 / self.value)
 
-    def allows(self, *values: float) -> bool:
-        """Return whether a step may be taken, as `StepGuard` does; if not, halve the factor.
+    def update(self, norm: float) -> bool:
+        """Return whether a step may be taken with gradients of this norm; if not, halve the factor.
 
         Args:
-            values: the norm of the unscaled gradients, infinite or nan where one of them is; the loss.
+            norm: of the unscaled gradients, infinite or nan where one of them is.
+        Raises:
+            FloatingPointError: see `StepGuard.allows`.
         """
-        good = super().allows(*values)
-        self._num_good = self._num_good + 1 if good else 0
-        if not good:
-            self.value = max(self.value / 2, 1.0)
-        elif self._num_good == self.growth_steps:
-            self.value, self._num_good = min(self.value * 2, MAX_SCALE), 0
-        return good
-
-    def update(self, norm: float) -> bool:
-        """Return whether a step may be taken with gradients of this norm, as `allows` does."""
         return self.allows(norm)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a run needs to go on."""
-        return {"value": self.value, "num_skipped": self.num_skipped, "num_good": self._num_good}
+        """Return what a run needs to go on. Asks a GPU."""
+        value, num_good, num_skipped, num_in_a_row = to_host(self._state).tolist()
+        return {
+            "value": value,
+            "num_skipped": int(num_skipped),
+            "num_good": int(num_good),
+            "num_in_a_row": int(num_in_a_row),
+        }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from a `state_dict`."""
-        self.value, self.num_skipped = float(state["value"]), int(state["num_skipped"])
-        self._num_good = int(state["num_good"])
+        names = ("value", "num_good", "num_skipped", "num_in_a_row")
+        if not isinstance(state, Mapping) or state.keys() != set(names):
+            raise ValueError(f"a state of a loss scale must have {', '.join(names)}, got {state!r}")
+        self._state[...] = xp_of(self._state).asarray([state[name] for name in names], np.float32)
+
+    def _count(self, good: bool) -> None:
+        value, num_good, num_skipped, num_in_a_row = to_host(self._state).tolist()
+        if not good:
+            new = (max(value / 2, 1.0), 0, num_skipped + 1, num_in_a_row + 1)
+        elif num_good + 1 == self.growth_steps:
+            new = (min(value * 2, self.most), 0, num_skipped, 0)
+        else:
+            new = (value, num_good + 1, num_skipped, 0)
+        self._state[...] = xp_of(self._state).asarray(new, np.float32)

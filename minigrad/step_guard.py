@@ -20,10 +20,6 @@ class StepGuard:
         max_in_a_row: skipped steps that may follow each other. One bad batch is no reason to end a run; weights that
             give nothing finite any more are.
 
-    Attributes:
-        num_skipped: steps skipped so far.
-        num_in_a_row: of these, the last ones with no step taken since.
-
     Raises:
         ValueError: max_in_a_row is negative.
     """
@@ -32,8 +28,18 @@ class StepGuard:
         if max_in_a_row < 0:
             raise ValueError(f"max_in_a_row must not be negative, got {max_in_a_row}")
         self.max_in_a_row = max_in_a_row
-        self.num_skipped = 0
-        self.num_in_a_row = 0
+        self._num_skipped = 0
+        self._num_in_a_row = 0
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped so far."""
+        return self._num_skipped
+
+    @property
+    def num_in_a_row(self) -> int:
+        """Of the skipped steps, the last ones with no step taken since."""
+        return self._num_in_a_row
 
     def allows(self, *values: float) -> bool:
         """Return whether all of these are finite: the gradient's norm, the loss.
@@ -41,15 +47,22 @@ class StepGuard:
         Raises:
             FloatingPointError: too many steps in a row would be skipped. Call this before saving.
         """
-        if all(map(math.isfinite, values)):
-            self.num_in_a_row = 0
-            return True
-        self.num_skipped += 1
-        self.num_in_a_row += 1
+        good = all(map(math.isfinite, values))
+        self._count(good)
+        if not good:
+            self.check(*values)
+        return good
+
+    def check(self, *values: float) -> None:
+        """Raise FloatingPointError if too many steps in a row were skipped, the last one for these values."""
         if self.num_in_a_row > self.max_in_a_row:
             found = " and ".join(map(str, values))
             raise FloatingPointError(
                 f"no more than {self.max_in_a_row} steps in a row are skipped for a loss or a norm that is not finite, "
                 f"now got {found}: go on from a checkpoint with a lower learning rate, or look at the data"
             )
-        return False
+
+    def _count(self, good: bool) -> None:
+        """Note that a step was taken, or skipped."""
+        self._num_skipped += not good
+        self._num_in_a_row = 0 if good else self._num_in_a_row + 1

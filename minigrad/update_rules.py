@@ -18,6 +18,7 @@ from minigrad.backend import Array, widened, xp_of
 from minigrad.flat import FlatRange
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter
+from minigrad.precision import LossScale
 
 _DIVIDES = "tells parameters apart: give it to an Optimizer, which divides the memory"
 LearningRate = float | Callable[[int], float]
@@ -104,9 +105,9 @@ class AdamW(TakesALearningRate):
         m, v = state["m"], state["v"]
         kernels_of(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
 
-    def whole_step(self, data: Array, max_norm: float | None) -> Any:
+    def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:
         """Return what does whole steps on the device that `data` is on, or None; see `reference.adamw_step`."""
-        return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm)
+        return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm, loss_scale)
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ class Adam(AdamW):
             grad = grad + self.weight_decay * data
         super().update(data, grad, state, lr=lr, step=step, decay=False)
 
-    def whole_step(self, data: Array, max_norm: float | None) -> Any:
+    def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:
         """Return what does whole steps, if there is no weight decay: on a GPU those decay as AdamW does."""
-        return None if self.weight_decay else super().whole_step(data, max_norm)
+        return None if self.weight_decay else super().whole_step(data, max_norm, loss_scale)
 
 
 class DividingRule:

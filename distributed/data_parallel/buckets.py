@@ -5,7 +5,8 @@ ranks match collectives by call order, and another rank may finish its gradients
 model's, backwards, until `LaunchOrder` takes the one in which rank 0's backward completed them. Buckets stay as cut.
 
 The mean over ranks is weighted here and nowhere else: each rank multiplies by its share of the samples
-just before the launch, so that the sum over ranks is the mean.
+just before the launch, so that the sum over ranks is the mean. Where all have the same share and gradients travel as
+they are, the communicator does both.
 
 How a bucket travels is a parameter, the comm hook. What a rank has of it afterwards, all or a shard, and when, is said
 by what a subclass may override: `_launch` and `_land` one bucket, the hold that `_final_hold` gives a gradient, and the
@@ -24,7 +25,7 @@ import numpy as np
 from distributed.clipping import PartNorm
 from distributed.comm.communicator import Communicator, Work
 from distributed.data_parallel.bucket import BROKEN, REDUCING, UNREDUCED, Bucket
-from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.comm_hooks import CommHook, allreduce, average
 from distributed.data_parallel.launch_order import LaunchOrder
 from distributed.data_parallel.plan import default_bucket_bytes, plan_buckets
 from distributed.data_parallel.verdict import Verdict
@@ -87,11 +88,13 @@ class GradientBucketManager:
         self._by_name = {p.name: p for p in self.params}
         self.recorder = Recorder() if recorder is None else recorder
         self._comm_hook = self.recorder.comm_hook(comm_hook)
+        self._average = self.recorder.comm_hook(average) if comm_hook is allreduce else None
         self.unused: list[str] = []
         self._verdict = Verdict(self.params, comm)
         self.under_way = False
         self._num_launched = 0
         self._share = 1.0
+        self._is_even = False  # whether all ranks have the same share
         self._unreduced = UNREDUCED if comm.size > 1 else None  # one rank has nobody to drift away from
         self._reduced = Hold(
             "its grad is already reduced over ranks; call zero_grad() first", final=True, after_reset=self._unreduced
@@ -138,11 +141,14 @@ class GradientBucketManager:
             RuntimeError: the last reduction was not waited for.
         """
         self.check_idle()
-        self._begin(share, [True] * len(self.params))
+        self._begin(share, [True] * len(self.params), is_even=False)
 
-    def start(self, reached: Sequence[Parameter], share: float | None = None) -> None:
+    def start(self, reached: Sequence[Parameter], share: float | None = None, *, is_even: bool = False) -> None:
         """Begin a backward that will reach these parameters; the others are ready at once, as zeros without a grad.
 
+        Args:
+            share: see `reset`.
+            is_even: whether all ranks are known to have the same share; all know it or none.
         Raises:
             ValueError: a parameter is reached that is not among those to reduce.
             RuntimeError: the last reduction was not waited for, or its result is still there: no zero_grad since.
@@ -155,19 +161,20 @@ class GradientBucketManager:
             if p.hold is not None and not p.hold.open:
                 p.refuse_grad("backward into")
         used = set(reached)
-        self._begin(share, [p in used or self._was_reached(p) for p in self.params])
+        self._begin(share, [p in used or self._was_reached(p) for p in self.params], is_even=is_even)
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         if reached:  # or it is no backward, and shows no order
             self.order.begin(bucket for bucket in self.buckets if not bucket.pending)
         self._launch_complete()
 
-    def _begin(self, share: float | None, reached: Sequence[bool]) -> None:
+    def _begin(self, share: float | None, reached: Sequence[bool], *, is_even: bool) -> None:
         """Expect the gradients; `reached` says of each parameter whether this rank adds to it, or has."""
         for bucket in self.buckets:
             bucket.pending = set(bucket.range.params)
             bucket.work, bucket.is_landed = None, False
         self._share = 1 / self.comm.size if share is None else share
+        self._is_even = is_even and self.comm.size > 1
         self._verdict.reset(reached)
         self._num_launched = 0
         self.order.begin()
@@ -325,10 +332,12 @@ class GradientBucketManager:
 
     def _launch(self, bucket: Bucket) -> Work:
         """Send a bucket on its way."""
-        grad = bucket.range.grad  # zeros where no backward reached
+        grad, hook = bucket.range.grad, self._hook_of(bucket)  # zeros where no backward reached
+        if self._average is not None and hook is self._comm_hook and self._is_even:
+            return self._average(grad, self.comm)
         if self._share != 1:
             grad *= grad.dtype.type(self._share)
-        return self._hook_of(bucket)(grad, self.comm)
+        return hook(grad, self.comm)
 
     def _hook_of(self, bucket: Bucket) -> CommHook:
         """Return how a bucket travels."""

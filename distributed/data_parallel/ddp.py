@@ -177,12 +177,13 @@ class DistributedDataParallel:
         # Exact sums are of what is weighted already: no factor after a sum, which would be another in each layout.
         factor = 1.0 if self._is_exact else (own.weight if mean_over is None else mean_over) / own.total
         weighted = {"weight": own.weight, "mean_over": own.total} if self._is_exact else {}
+        is_even = own.is_even and mean_over is None and not self._is_exact  # as all ranks see alike
         self.is_awaited = True
 
         def on_start(reached: Sequence[Parameter]) -> None:
             if self._is_whole_step:
                 self.recorder.enter("compute", "backward")
-            self.buckets.start(reached, factor)
+            self.buckets.start(reached, factor, is_even=is_even)
 
         hooks = Hooks(on_start, self.buckets.mark_ready, self.comm.progress, on_error=self.buckets.fail, **weighted)
         return hooks + self.recorder.hooks() if self._is_whole_step else hooks

@@ -68,9 +68,9 @@ class EarlyBuckets(GradientBucketManager):
         self.finish()
         return super().whole_grads()
 
-    def start(self, reached: Sequence[Parameter], share: float | None = None) -> None:
+    def start(self, reached: Sequence[Parameter], share: float | None = None, *, is_even: bool = False) -> None:
         self.finish()  # where no step was taken, and where nobody has read a parameter since
-        super().start(reached, share)
+        super().start(reached, share, is_even=is_even)
 
     def reset(self, share: float | None = None) -> None:
         self.finish()

@@ -54,9 +54,9 @@ class GradientShards(ShardedBuckets):
     def move_gradients(self) -> None:
         """Do nothing: memory for gradients comes and goes."""
 
-    def _begin(self, share: float | None, reached: Sequence[bool]) -> None:
+    def _begin(self, share: float | None, reached: Sequence[bool], *, is_even: bool) -> None:
         self._kept = {p for p in self.params if p.hold is KEPT}
-        super()._begin(share, reached)
+        super()._begin(share, reached, is_even=is_even)
 
     def _launch(self, bucket: Bucket) -> Work:
         for other in self.buckets:  # memory that is done with can go

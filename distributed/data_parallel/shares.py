@@ -26,11 +26,13 @@ class Share(NamedTuple):
         first_sample: index of its first sample in that batch.
         weight: of this rank; 0 without samples.
         total: of the weights of all ranks.
+        is_even: whether each rank has one part in `size` of it.
     """
 
     first_sample: int
     weight: float
     total: float
+    is_even: bool
 
     @property
     def fraction(self) -> float:
@@ -57,4 +59,6 @@ class Share(NamedTuple):
         if not all(0 < weights[r] < math.inf for r in here):
             given = [None if weight == NOT_GIVEN else weight for weight in weights]
             raise ValueError(f"every rank needs a weight above 0 and finite, or none does, got {given} by rank")
-        return Share(sum(num_samples[:rank]), weights[rank], math.fsum(weights))
+        total = math.fsum(weights)
+        is_even = all(weight / total == 1 / len(weights) for weight in weights)
+        return Share(sum(num_samples[:rank]), weights[rank], total, is_even)

@@ -12,7 +12,18 @@ An application of all three packages, for scripts like those in examples/: nothi
 
 from distributed.run.command_line import read_settings, run_script
 from distributed.run.flags import Bounds, check, flag
+from distributed.run.joined_state import JoinedState
 from distributed.run.run import Run
 from distributed.run.settings import ReplicaSettings, RunSettings
 
-__all__ = ["Bounds", "ReplicaSettings", "Run", "RunSettings", "check", "flag", "read_settings", "run_script"]
+__all__ = [
+    "Bounds",
+    "JoinedState",
+    "ReplicaSettings",
+    "Run",
+    "RunSettings",
+    "check",
+    "flag",
+    "read_settings",
+    "run_script",
+]

@@ -275,7 +275,6 @@ class TrainSettings(
             "--exact": self.exact,
             f"--check-every {self.check_every}": self.check_every > 0,
             f"--dtype {self.dtype}": self.dtype != "float32",
-            f"--precision {self.precision}": self.computed_in == "float16",
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -632,11 +632,23 @@ extern "C" __global__ void square_sum(const float* g, double* part, Index n) {
 
 // What a step of AdamW needs beside arrays, on the device, so that a captured step may change it.
 struct Scalars {
-  float lr, step;                        // the host writes these
+  float lr, before;                            // the host writes these: steps that were taken before `done` counts
   float rate, eps, shrink, clip, norm, taken;  // `prepare` makes these of them
+  float done;                                  // steps that were taken
 };
-extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, float beta1, float beta2, float eps,
-                                   float decay, float max_norm) {
+// Of float16: gradients are `factor` times what they should be. A power of two.
+struct LossScale {
+  float factor, good, skipped, in_a_row;  // good: steps taken since it last changed; in_a_row: the last ones skipped
+  __device__ void follow(bool taken, float growth_steps, float most) {
+    in_a_row = taken ? 0 : in_a_row + 1;
+    skipped += !taken;
+    good = taken ? good + 1 : 0;
+    if (!taken) factor = fmaxf(factor / 2, 1);
+    else if (good == growth_steps) factor = fminf(factor * 2, most), good = 0;
+  }
+};
+extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, LossScale* scale, float growth_steps,
+                                   float most, float beta1, float beta2, float eps, float decay, float max_norm) {
   __shared__ double sums[256];
   double total = 0;
   for (Index i = threadIdx.x; i < parts; i += 256) total += part[i];
@@ -646,11 +658,13 @@ extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, 
     if (threadIdx.x < d) sums[threadIdx.x] += sums[threadIdx.x + d];
   }
   if (threadIdx.x) return;
-  double t = (double)s->step + 1, c1 = 1 - pow((double)beta1, t), c2 = sqrt(1 - pow((double)beta2, t));
-  double norm = sqrt(sums[0]);
+  double t = (double)s->before + s->done + 1, c1 = 1 - pow((double)beta1, t), c2 = sqrt(1 - pow((double)beta2, t));
+  double factor = scale ? scale->factor : 1, norm = sqrt(sums[0]) / factor;
   s->rate = s->lr / c1 * c2, s->eps = eps * c2, s->shrink = s->lr * decay, s->norm = norm;
-  s->taken = norm < __longlong_as_double(0x7ff0000000000000);  // else nothing changes
-  s->clip = norm > max_norm ? max_norm / norm : 1;
+  bool taken = norm < __longlong_as_double(0x7ff0000000000000);  // else nothing changes
+  s->taken = taken, s->done += taken;
+  s->clip = (norm > max_norm ? max_norm / norm : 1) / factor;
+  if (scale) scale->follow(taken, growth_steps, most);
 }
 // Run i, from starts[i] to starts[i + 1], is of a kind: 0 plain, 1 with weight decay, 2 frozen.
 extern "C" __global__ void adamw(float* w, const float* g, float* m, float* v, T* copy, const Scalars* s,

@@ -116,6 +116,21 @@ def test_a_mean_is_divided_and_not_multiplied_by_a_rounded_share(ranks, dtype):
     ranks.run(program)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, *HALVES])
+def test_average_is_the_sum_of_values_each_times_its_equal_share(ranks, dtype):
+    def program(comm):
+        values = (np.arange(1, 1001) * (comm.rank + 1) / 7).astype(dtype)
+        weighted = comm.allreduce(values * np.dtype(dtype).type(1 / comm.size)).wait()
+        assert comm.average(values).wait() is values
+        np.testing.assert_array_equal(values, weighted, strict=True)
+        with pytest.raises(TypeError, match="average by MEAN needs floats"):
+            comm.average(np.zeros(3, np.int32))
+        with pytest.raises(ValueError, match="average needs a contiguous array"):
+            comm.average(np.zeros(4, dtype)[::2])
+
+    ranks.run(program)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
 def test_half_precision_is_summed_wide_and_rounded_once(ranks, dtype, op):

@@ -108,6 +108,16 @@ def test_reductions_are_those_of_the_host(ranks, dtype):
     ranks.run(program)
 
 
+def test_average_has_the_bits_of_a_weighted_sum(ranks):
+    def program(comm):
+        values = cupy.asarray((np.arange(1, 1001) * (comm.rank + 1) / 7).astype(np.float32))
+        weighted = comm.allreduce(values * np.float32(1 / comm.size)).wait()
+        assert comm.average(values).wait() is values
+        np.testing.assert_array_equal(values.get(), weighted.get())
+
+    ranks.run(program)
+
+
 def test_an_allreduce_is_captured_and_replayed(ranks):
     """Where no host has to wait for it: through NCCL, or with one rank."""
 

@@ -15,12 +15,12 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, SoloCommunicator
-from minigrad.backend import to_device, to_host
+from minigrad.backend import place, to_device, to_host
 from minigrad.cuda_graph import NUM_WARMUP_CALLS, CapturedStep
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import GPT, MLP, GPTConfig, gpt
 from minigrad.optim import SGD, AdamW, Optimizer
-from minigrad.precision import use_precision
+from minigrad.precision import LossScale, use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +91,58 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing() -> None:
     assert training.optimizer.num_steps == 5
 
 
+def test_a_loss_scale_lives_on_the_gpu_and_is_the_cpus() -> None:
+    """Factor, counts and the number of the step follow there, whether somebody asks after each step or at the end."""
+
+    def trained(device: str, *, asks: bool) -> Any:
+        w = mg.Parameter(place(np.linspace(-1, 1, 1000, dtype=np.float32), device), "w")
+        scale = LossScale(value=2.0**10, growth_steps=3)
+        optimizer = Optimizer([w], AdamW(1e-2), max_norm=1.0, loss_scale=scale)
+        generator = np.random.default_rng(0)
+        for step in range(12):
+            grad = generator.standard_normal(1000).astype(np.float32) * np.float32(scale.value)
+            grad[7] = np.inf if step in (1, 2, 9) else grad[7]
+            w.grad = place(grad, device)
+            optimizer.step()
+            assert not asks or optimizer.was_taken() == (step not in (1, 2, 9))
+            optimizer.zero_grad()
+        assert optimizer.was_taken()
+        assert optimizer.num_steps == 9
+        return scale.state_dict(), to_host(w.data)
+
+    state, values = trained("cpu", asks=True)
+    assert state == {"value": 2.0**9, "num_skipped": 3, "num_good": 2, "num_in_a_row": 0}
+    for asks in (True, False):
+        found, on_gpu = trained("cuda", asks=asks)
+        assert found == state
+        np.testing.assert_allclose(on_gpu, values, rtol=1e-4, atol=1e-6)
+
+
+def test_a_float16_step_with_its_loss_scale_is_captured() -> None:
+    def trained(graph: bool) -> Any:
+        training, scale = Training("float16"), LossScale(value=2.0**24, growth_steps=4)
+        optimizer = Optimizer(training.model.parameters(), AdamW(1e-2), max_norm=1.0, loss_scale=scale)
+
+        def step(x: Any, y: Any) -> Any:
+            optimizer.zero_grad()
+            loss = mg.cross_entropy(training.model(x), y)
+            mg.backward(loss * scale.factor)
+            optimizer.step()
+            return loss
+
+        run = CapturedStep(step, optimizer) if graph else lambda x, y: step(to_device(x), to_device(y))
+        losses = [run(x, y).item() for x, y in batches(24)]
+        assert not optimizer.was_taken() or optimizer.num_steps == 24 - scale.num_skipped
+        return losses, scale.state_dict(), [to_host(p.data) for p in training.model.parameters()]
+
+    (losses, state, values), (graph_losses, graph_state, graph_values) = trained(False), trained(True)
+    assert losses == graph_losses
+    assert state == graph_state
+    assert state["num_skipped"] > 0
+    for value, graph_value in zip(values, graph_values, strict=True):
+        np.testing.assert_array_equal(value, graph_value)
+
+
 def test_the_executors_step_is_captured() -> None:
     """Micro-batches, and the loss without a question; the same bits as not captured."""
 
@@ -120,7 +172,7 @@ def test_the_executors_step_is_captured() -> None:
 
 
 def test_train_gpt_on_a_gpu(tmp_path: Path) -> None:
-    """bfloat16 in a graph by default; float16 with a loss scale; float32 without a graph: nearly the same losses."""
+    """bfloat16 in a graph by default, float16 with its loss scale too, float32 without: nearly the same losses."""
     losses = {}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for name, flags in {
@@ -137,7 +189,7 @@ def test_train_gpt_on_a_gpu(tmp_path: Path) -> None:
             text=True,
         )
         assert ran.returncode == 0, ran.stderr
-        assert ("one CUDA graph of" in ran.stdout) == (name == "auto")
+        assert ("one CUDA graph of" in ran.stdout) == (name != "float32")
         assert "attention by" in ran.stdout.splitlines()[0]
         losses[name] = float(re.search(r"validation loss ([\d.]+)", ran.stdout)[1])
     assert max(losses.values()) - min(losses.values()) < 0.02, losses

@@ -293,6 +293,47 @@ def test_a_float16_gpt_trains_with_a_loss_scale_that_starts_too_high() -> None:
     assert all(np.isfinite(p.data).all() for p in model.parameters())
 
 
+def test_an_optimizer_with_a_loss_scale_does_what_is_done_by_hand() -> None:
+    """Steps that are skipped at first, a factor that grows; the same bits, and the same counts."""
+
+    def trained(*, by_hand: bool) -> tuple[list[Any], dict[str, float], int]:
+        model, scale = model_in("float16"), LossScale(value=MAX_SCALE, growth_steps=4)
+        own = {} if by_hand else {"max_norm": 1.0, "loss_scale": scale}
+        optimizer = Optimizer(model.parameters(), AdamW(1e-2), **own)
+        for step in range(16):
+            optimizer.zero_grad()
+            mg.backward(mg.cross_entropy(model(batch(step)[0]), batch(step)[1]) * scale.factor)
+            if by_hand:
+                scale.unscale(optimizer.params)
+                norm = clip_by_global_norm(optimizer.params, 1.0)
+                taken = scale.update(norm)
+            if not by_hand or taken:
+                optimizer.step()
+            if not by_hand:
+                assert optimizer.was_taken() == np.isfinite(optimizer.grad_norm)
+        return [p.data for p in optimizer.params], scale.state_dict(), optimizer.num_steps
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        (values, state, num_steps), (expected, of_hand, num_by_hand) = trained(by_hand=False), trained(by_hand=True)
+    assert state == of_hand
+    assert num_steps == num_by_hand == 16 - state["num_skipped"] > 4
+    for value, want in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(value, want)
+
+
+def test_a_loss_scale_needs_a_norm_and_a_state_of_its_own_kind() -> None:
+    w = mg.Parameter(np.ones(2, np.float32), "w")
+    with pytest.raises(ValueError, match="a loss_scale needs max_norm"):
+        Optimizer([w], AdamW(0.1), loss_scale=LossScale())
+    with pytest.raises(ValueError, match="a state of a loss scale must have value, num_good"):
+        LossScale().load_state_dict({"value": 1.0})
+    optimizer = Optimizer([w], AdamW(0.1), max_norm=np.inf, loss_scale=LossScale(max_in_a_row=1))
+    w.grad = np.full(2, np.nan, np.float32)
+    optimizer.step()
+    with pytest.raises(FloatingPointError, match="no more than 1 steps in a row"):
+        optimizer.step()
+
+
 def test_a_copy_of_a_model_is_float32_and_has_the_values_that_are_trained() -> None:
     model = model_in("bfloat16")
     x, _ = batch()

@@ -15,6 +15,7 @@ __all__ = ["adamw", "adamw_step", "square_sum"]
 
 
 _SQUARE_BLOCKS = 1056
+_NORM, _TAKEN, _DONE = 6, 7, 8  # places in `Scalars` of gpu.cu
 
 
 def square_sum(g: Array) -> float:
@@ -36,7 +37,7 @@ def adamw(
     if any(x.dtype != np.float32 or not x.flags.c_contiguous for x in (w, g, m, v)) or not w.size:
         reference.adamw(w, g, m, v, beta1, beta2, rate, eps, keep)
         return
-    scalars = cp.asarray(np.array([0, 0, rate, eps, 1 - keep, 1, 0, 1], np.float32))
+    scalars = cp.asarray(np.array([0, 0, rate, eps, 1 - keep, 1, 0, 1, 0], np.float32))
     starts, kinds = cp.zeros(1, np.int64), cp.ones(1, np.uint8)
     _adamw(w, g, m, v, None, scalars, starts, kinds, beta1, beta2)
 
@@ -64,19 +65,36 @@ def _adamw(
 class AdamWStep:
     """Whole steps of AdamW: the norm of all gradients, and one launch for each flat. See `reference.adamw_step`.
 
-    What changes from step to step lies on the device, so that a captured step can be replayed with other numbers.
+    What changes from step to step lies on the device, so that a captured step can be replayed with other numbers. It
+    decides there whether a step is taken, and counts those that were.
     """
 
-    def __init__(self, betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> None:
+    def __init__(
+        self,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_norm: float | None,
+        loss_scale: Any,
+    ) -> None:
         self._betas = betas
         self._constants = (*map(np.float32, (*betas, eps, weight_decay)),)
         self._max_norm = max_norm
-        self._scalars = cp.zeros(8, np.float32)  # `Scalars` in gpu.cu
+        self._scalars = cp.array([0, 0, 0, 0, 0, 0, 0, 1, 0], np.float32)  # `Scalars` in gpu.cu
+        self._num_launched = 0
+        self._num_missed = 0  # as far as the host knows
+        if loss_scale is None:
+            self._scale = (np.uintp(0), np.float32(0), np.float32(0))
+        else:
+            state = loss_scale.move_to(self._scalars)
+            self._scale = (state, np.float32(loss_scale.growth_steps), np.float32(loss_scale.most))
         self._runs: dict[Any, tuple[Array, Array]] = {}
 
     def advance(self, lr: float, step: int) -> None:
-        """Tell the device the learning rate of the next step, and how many there were before."""
-        self._scalars[:2].set(np.array([lr, step], np.float32), stream=cp.cuda.get_current_stream())
+        """Tell the device the learning rate of the next step, and how many were taken before, as the host knows."""
+        before = step - (self._num_launched - self._num_missed)  # of another run: the device counts its own
+        self._scalars[:2].set(np.array([lr, before], np.float32), stream=cp.cuda.get_current_stream())
+        self._num_launched += 1
 
     def apply(
         self, parts: Sequence[tuple[Array, Array, Array, Array, Array | None, tuple[tuple[int, int], ...]]]
@@ -85,7 +103,7 @@ class AdamWStep:
         grads = [g for _, g, *_ in parts if g.size] if self._max_norm is not None else []
         squares = cp.concatenate([square_parts(g) for g in grads]) if grads else cp.zeros(1, np.float64)
         limit = np.float32(np.inf if self._max_norm is None else self._max_norm)
-        args = (squares, squares.size, self._scalars, *self._constants, limit)
+        args = (squares, squares.size, self._scalars, *self._scale, *self._constants, limit)
         launch("prepare", self._scalars.dtype, 1, args)
         for w, g, m, v, copy, kinds in parts:
             if kinds not in self._runs:
@@ -97,8 +115,17 @@ class AdamWStep:
 
     def norm(self) -> float:
         """Return the norm of all gradients before clipping, as of the last step; asks the device."""
-        return float(self._scalars[6])
+        return float(self._scalars[_NORM])
+
+    def outcome(self) -> tuple[bool, int]:
+        """Return whether the last step was taken, and how many were not since this was last asked; asks the device."""
+        taken, num_done = self._scalars[_TAKEN : _DONE + 1].get().tolist()
+        num_missed = self._num_launched - int(num_done) - self._num_missed
+        self._num_missed += num_missed
+        return bool(taken), num_missed
 
 
-def adamw_step(betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> AdamWStep:
-    return AdamWStep(betas, eps, weight_decay, max_norm)
+def adamw_step(
+    betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None, loss_scale: Any
+) -> AdamWStep:
+    return AdamWStep(betas, eps, weight_decay, max_norm, loss_scale)

@@ -53,12 +53,18 @@ def adamw(
             w[part] = own_w
 
 
-def adamw_step(betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None) -> Any:
+def adamw_step(
+    betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None, loss_scale: Any
+) -> Any:
     """Return what does a whole step, clipping included, without a question to the device; None: `adamw` by parts.
 
     Of a GPU, an object with two methods: `advance(lr, step)` tells the device the numbers of the next step, and
     `apply(parts)` updates (w, g, m, v, copy, kinds) each, where `kinds` lists (number of elements, kind) of the runs
-    of w, and kind 1 has weight decay, 0 none, 2 is frozen. `norm()` asks for the norm before clipping.
+    of w, and kind 1 has weight decay, 0 none, 2 is frozen. `norm()` asks for the norm before clipping, `outcome()`
+    whether the last step was taken, and how many were not since it was last asked.
+
+    Args:
+        loss_scale: what gradients are divided by and what each step updates, a `LossScale`, or None.
     """
     return None
 
