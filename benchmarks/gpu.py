@@ -6,7 +6,7 @@
 minigrad trains its own GPT class through its tape, in bfloat16 with float32 masters, captured in a CUDA graph; PyTorch
 the same model in bfloat16 autocast with fused AdamW, as it is and through torch.compile. Variants take turns, because a
 hot card slows down over minutes: a ratio is the median over neighbouring turns, with the 10% and 90% quantiles in
-brackets. Nobody clips. Loss curves are of the same model on the same text, in bfloat16 and in float32.
+brackets. Nobody clips. Loss curves are of the same model on the same text, in bfloat16 and in float32, for five seeds.
 
 With CUPY_TF32=1 both compute in float32 with products in TF32, and there are no loss curves.
 """
@@ -44,6 +44,7 @@ SPEED_TARGETS = {"gpt2": 1.25, "baby": 2.0, "nano-cpu": 10.0}  # times the token
 TF32_SPEED_TARGET = 1.0
 MEMORY_TARGET_GIB = 7.0  # of gpt2
 LOSS_TARGET_NATS = 0.01
+NUM_SEEDS = 5
 TURN_SECONDS = 0.5
 Step = Callable[[], Any]
 
@@ -145,35 +146,44 @@ def speed(size: str, num_rounds: int, *, peers: bool) -> Iterator[Line]:
         )
 
 
-def losses(precision: str, num_steps: int) -> float:
-    """Return the mean loss of the last 50 steps of `baby` on English text."""
+def losses(precision: str, num_steps: int, seed: int) -> float:
+    """Return the mean loss of the last 50 steps of `baby` on English text; weights and batches follow the seed."""
     from pydoc_data.topics import topics
 
     batch, model = 32, SIZES["baby"][1] | {"vocab_size": 256}
-    net = GPT(GPTConfig(**model), device="cuda")
+    net = GPT(GPTConfig(**model), device="cuda", seed=seed)
     optimizer = Optimizer(net.parameters(), AdamW(1e-3, betas=(0.9, 0.95)), max_norm=1.0)
     use_precision(net.parameters(), precision)
     text = np.frombuffer("".join(topics.values()).encode(), np.uint8).astype(np.int64)
-    generator = np.random.default_rng(0)
-    found = []
-    for _ in range(num_steps):
-        starts = generator.integers(len(text) - model["context"] - 1, size=(batch, 1))
-        ids = text[starts + np.arange(model["context"] + 1)]
-        x, y = to_device(ids[:, :-1].copy()), to_device(ids[:, 1:].copy())
+    generator = np.random.default_rng(seed)
+
+    def step(x: Any, y: Any) -> Any:
         optimizer.zero_grad()
         loss = mg.cross_entropy(net(x), y)
         mg.backward(loss)
         optimizer.step()
-        found.append(loss.data)
-    return float(np.mean([float(loss) for loss in found[-50:]]))
+        return loss
+
+    captured, found = CapturedStep(step, optimizer), []
+    for _ in range(num_steps):
+        starts = generator.integers(len(text) - model["context"] - 1, size=(batch, 1))
+        ids = text[starts + np.arange(model["context"] + 1)]
+        found.append(captured(ids[:, :-1].copy(), ids[:, 1:].copy()).data.copy())
+    mean = float(np.mean([float(loss) for loss in found[-50:]]))
+    captured.clear()
+    return mean
 
 
 def curves(num_steps: int) -> Iterator[Line]:
-    by_precision = {precision: losses(precision, num_steps) for precision in ("float32", "bfloat16")}
-    for precision, loss in by_precision.items():
-        yield Line(f"baby on text, {num_steps} steps, last 50: {precision}", loss, "nats")
-    difference = abs(by_precision["bfloat16"] - by_precision["float32"])
-    yield Line("baby on text: bfloat16 off float32", difference, "nats", LOSS_TARGET_NATS)
+    """Compare two precisions over seeds: one run is as good as chance, and its loss a few hundredths off the next."""
+    found = {p: np.array([losses(p, num_steps, seed) for seed in range(NUM_SEEDS)]) for p in ("float32", "bfloat16")}
+    what = f"baby on text, {num_steps} steps, last 50"
+    for precision, values in found.items():
+        yield Line(f"{what}: {precision}, mean of {NUM_SEEDS} seeds", values.mean(), "nats")
+        yield Line(f"{what}: {precision}, spread of the seeds", values.std(ddof=1), "nats")
+    off = found["bfloat16"] - found["float32"]
+    yield Line("baby on text: bfloat16 off float32, mean", abs(off.mean()), "nats", LOSS_TARGET_NATS)
+    yield Line("baby on text: standard error of that", off.std(ddof=1) / NUM_SEEDS**0.5, "nats")
 
 
 def main() -> None:
