@@ -1,6 +1,6 @@
-"""PipelineExecutor: runs this rank's program, one task after another.
+"""PipelineExecutor: a step over a batch, on one rank of a pipeline.
 
-A program is made of actions (`program`), so this file knows no schedule: it receives, computes and sends as told.
+A program is made of actions (`program`) and run one task after another (`runner`), so this file knows no schedule.
 What a step needs beside them is done once, around them:
 
     begin     one allgather: what every rank was given; bad input raises on all ranks, before any message
@@ -13,35 +13,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from distributed.trace.recorder import Recorder
-from minigrad import rng
 from minigrad.backend import Array, xp_of
 from minigrad.hooks import Hooks
 from minigrad.mode import no_grad
-from minigrad.op_hooks import progressing
-from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
-from pipeline.runtime.boundary import ArraySpec, Bundle
+from pipeline.runtime.boundary import ArraySpec
 from pipeline.runtime.handshake import Handshake, agree_on_orders, training_orders
 from pipeline.runtime.local_stages import LocalStages
 from pipeline.runtime.p2p import PointToPoint
-from pipeline.runtime.program import Task, program_of
+from pipeline.runtime.program import Program, Programs
 from pipeline.runtime.replicas import Reduces, replicas_of
-from pipeline.runtime.step import Batch, Mode, PipelineOutput, StepState
+from pipeline.runtime.runner import TaskRunner
+from pipeline.runtime.step import Batch, LossFn, Mode, PipelineOutput, StepState
 from pipeline.runtime.step_hooks import StepHooks
-from pipeline.schedules.action import Action, Kind
-from pipeline.schedules.orders import backwards_of, forwards_of
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.whole_step import check_whole_step
 
-Program = tuple[Task, ...]
-LossFn = Callable[[Any, Array], Tensor]
 T = TypeVar("T")
 
 
@@ -86,7 +80,6 @@ class PipelineExecutor:
         self.loss_fn = loss_fn
         self.recorder = Recorder()
         self._schedule = schedule
-        self._stage = {stage.stage_id: stage for stage in stages}
         self._xp = xp_of(next((p.data for p in stages.parameters()), None))
         self._last_stage = num_stages - 1
         self._last_rank = schedule.rank_of(self._last_stage, comm.size)
@@ -104,8 +97,8 @@ class PipelineExecutor:
             xp=self._xp,
             recorder=self.recorder,
         )
-        self._training = None if orders is None else self._program(orders)
-        self._apart: dict[int, tuple[Program, Program]] = {}  # forwards and backwards of so many micro-batches
+        self._runner = TaskRunner(stages, self.comm, self._p2p, self.recorder, last_stage=self._last_stage)
+        self._programs = Programs(schedule, self.comm, num_microbatches, orders)
         self._waiting: StepState | None = None  # a forward whose backward is still to come
         self._broke_off = False
 
@@ -140,7 +133,7 @@ class PipelineExecutor:
             () the mean loss of the batch, on every rank, where the model is: reading it waits for a GPU.
         """
         state = self._begin(Mode.TRAIN, x, y)
-        return self._backward(self._training_program(), state, hooks, self._end_on_device)
+        return self._backward(self._programs.training(), state, hooks, self._end_on_device)
 
     def run(
         self,
@@ -218,7 +211,7 @@ class PipelineExecutor:
         agree(self.comm, lambda: self._take_cotangents(state, cotangents), num_columns=0)
         self._waiting = None
         self._p2p.begin(state.given.specs)
-        return self._backward(self._programs_apart(state.num_microbatches)[1], state, hooks, self._end)
+        return self._backward(self._programs.apart(state.num_microbatches)[1], state, hooks, self._end)
 
     def check_deadlock_free(self, ddp: Reduces) -> None:
         """Prove that no ranks wait for each other, reductions included.
@@ -246,24 +239,6 @@ class PipelineExecutor:
         for stage in self.stages:
             stage.drop_tapes()
         self.recorder.leave()
-
-    # -- programs -----------------------------------------------------------------------------
-
-    def _program(self, orders: Sequence[Sequence[Action]]) -> Program:
-        rank_of = self._schedule.rank_of
-        return program_of(orders, self.comm.rank, rank_of=rank_of, num_stages=self._last_stage + 1)
-
-    def _training_program(self) -> Program:
-        if self._training is None:  # made without a loss_fn, for sizes that the schedule does not allow: it says so
-            self._training = self._program(training_orders(self._schedule, self.comm.size, self.num_microbatches))
-        return self._training
-
-    def _programs_apart(self, num_microbatches: int) -> tuple[Program, Program]:
-        """Return the programs of forwards and of backwards alone: no rule of the schedule binds their number."""
-        if num_microbatches not in self._apart:
-            orders = forwards_of(self._schedule.rank_of, self.comm.size, self._last_stage + 1, num_microbatches)
-            self._apart[num_microbatches] = self._program(orders), self._program(backwards_of(orders))
-        return self._apart[num_microbatches]
 
     # -- around the program -------------------------------------------------------------------
 
@@ -303,20 +278,21 @@ class PipelineExecutor:
             given=given,
             shares=given.shares,
             offsets=list(accumulate(given.sizes, initial=0)),
-            hooks=StepHooks(len(self._stage) * len(given.shares), self.stages.tied),
+            hooks=StepHooks(len(self.stages) * len(given.shares), self.stages.tied),
             between_ops=Hooks(between_ops=self.comm.progress) + self.recorder.hooks(),
             keep_outputs=keep_outputs,
             input_grads=input_grads,
             cotangents=given.shares,
+            loss_fn=self.loss_fn,
         )
 
     def _forward(self, state: StepState) -> PipelineOutput:
         with nullcontext() if state.mode.keeps_tapes else no_grad(), self._cancelled_on_error():
-            self._execute(self._programs_apart(state.num_microbatches)[0], state)
+            self._runner.run(self._programs.apart(state.num_microbatches)[0], state)
         return self._end(state)
 
     def _train(self, state: StepState, hooks: Hooks | None) -> PipelineOutput:
-        return self._backward(self._training_program(), state, hooks, self._end)
+        return self._backward(self._programs.training(), state, hooks, self._end)
 
     def _backward(self, program: Program, state: StepState, hooks: Hooks | None, end: Callable[[StepState], T]) -> T:
         """Run a program that has backwards, from what the step before left to gradients that are final.
@@ -329,7 +305,7 @@ class PipelineExecutor:
             state.weigh_by(hooks)
             state.hooks.use(hooks + state.between_ops)
             state.tied_before = self.stages.set_tied_aside()
-            self._execute(program, state)
+            self._runner.run(program, state)
             self.recorder.enter("step", "sum tied")
             self.stages.sum_tied(state.tied_before)
             state.hooks.finish()
@@ -358,7 +334,7 @@ class PipelineExecutor:
         return loss
 
     def _take_cotangents(self, state: StepState, cotangents: Batch | None) -> Array:
-        if self._last_stage in self._stage:
+        if self.comm.rank == self._last_rank:
             if cotangents is None:
                 raise ValueError("the last stage needs the cotangents of its outputs, got None")
             parts = microbatch.as_microbatches(cotangents, state.num_microbatches, "cotangents")
@@ -377,91 +353,3 @@ class PipelineExecutor:
             self._broke_off = self.comm.size > 1
             self.cancel()
             raise
-
-    # -- the program ----------------------------------------------------------------------------
-
-    def _execute(self, program: Program, state: StepState) -> None:
-        for task in program:
-            self._run(task, state)
-            self.comm.progress()
-        self.recorder.enter("step", "drain")
-        self._p2p.finish()
-
-    def _run(self, task: Task, state: StepState) -> None:
-        match task.actions[0].kind:
-            case Kind.F:
-                self._run_forward(task, state)
-            case Kind.B | Kind.BW:
-                self._run_backward(task, state)
-            case Kind.W:
-                self.recorder.enter("compute", *task.actions)
-                microbatches = [w.microbatch for w in task.actions]
-                self._stage[task.actions[0].stage].backward_weight(microbatches, state.hooks.backward_hooks())
-            case _:
-                self.recorder.enter("message", *task.actions)
-                for message in task.actions:
-                    if message.kind in (Kind.RECV_F, Kind.RECV_B):
-                        self._p2p.post(message)
-                    else:
-                        self._p2p.send(message, state.made.pop(message))
-
-    def _run_forward(self, task: Task, state: StepState) -> None:
-        (action,) = task.actions
-        i = action.microbatch
-        if action.stage == 0:
-            assert state.given.inputs is not None
-            x = Bundle((state.given.inputs[i],), (state.input_grads,), False)
-        else:
-            x = self._arrived(task, state)
-        finish = self._finish_of(i, state) if action.stage == self._last_stage else None
-        self.recorder.enter("compute", action)
-        # A large message moves only while its sender is inside MPI: between hosts it would wait for this forward's end.
-        with rng.offset(state.offsets[i]), progressing(state.between_ops.between_ops):
-            output, reached = self._stage[action.stage].forward(i, x, finish=finish, keep_tape=state.mode.keeps_tapes)
-        state.hooks.forward_done(reached)
-        if task.makes is not None:
-            state.made[task.makes] = output
-
-    def _finish_of(self, i: int, state: StepState) -> Callable[[Any], Any]:
-        """Return what the last stage does with its output: note it, and go on to the loss where there is one."""
-
-        def finish(output: Any) -> Any:
-            if state.keep_outputs:
-                if not hasattr(output, "dtype"):
-                    raise TypeError(f"outputs are kept of one tensor only, got {type(output).__name__}")
-                state.outputs[i] = output.data if isinstance(output, Tensor) else output
-            if not state.mode.has_loss:
-                return output
-            assert self.loss_fn is not None
-            assert state.given.targets is not None
-            loss = self.loss_fn(output, state.given.targets[i])
-            state.losses[i] = loss.data  # read when the step is over: a GPU computes until then, and nobody waits
-            return loss
-
-        return finish
-
-    def _run_backward(self, task: Task, state: StepState) -> None:
-        (action,) = task.actions
-        i = action.microbatch
-        stage = self._stage[action.stage]
-        if action.stage == self._last_stage:
-            cotangents: Sequence[Any] = [state.cotangents[i]]
-        else:
-            cotangents = self._arrived(task, state).arrays
-            if cotangents and task.confirms is not None:
-                self._p2p.wait_sent(task.confirms)
-        self.recorder.enter("compute", action)
-        run = stage.backward if action.kind is Kind.BW else stage.backward_input
-        input_grads = run(i, cotangents, state.hooks.backward_hooks())
-        if task.makes is not None:
-            state.made[task.makes] = Bundle(input_grads, (False,) * len(input_grads), True)
-        elif input_grads:
-            (state.grads_of_input[i],) = input_grads
-
-    def _arrived(self, task: Task, state: StepState) -> Bundle:
-        """Return what the neighbouring stage made: handed over on this rank, or received."""
-        if task.receives is None:
-            assert task.takes is not None
-            return state.made.pop(task.takes)
-        self.recorder.enter("wait", task.receives)
-        return self._p2p.receive(task.receives)

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from distributed.comm.communicator import Communicator
+from pipeline.runtime.handshake import training_orders
 from pipeline.runtime.step_hooks import side_by_side
 from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.lower import lower
+from pipeline.schedules.orders import backwards_of, forwards_of
+from pipeline.schedules.schedule import Schedule
 
 
 class Task(NamedTuple):
@@ -20,22 +24,20 @@ class Task(NamedTuple):
     Messages in a row, weight halves in a row, or one other action.
 
     Attributes:
-        receives: the message from another rank that it waits for.
-        confirms: this rank's send that is complete once that message is there.
-        takes: what it gets from a stage on this rank instead, by the send that would have carried it.
-        makes: what its result is kept as until it is sent or taken.
+        takes: what it waits for, in the order of its arrivals: a receive; or, of a stage on this rank, the send that
+            would have carried it.
+        makes: what its results are kept as until they are sent or taken, in the order of its departures.
     """
 
     actions: tuple[Action, ...]
-    receives: Action | None = None
-    confirms: Action | None = None
-    takes: Action | None = None
-    makes: Action | None = None
+    takes: tuple[Action, ...] = ()
+    makes: tuple[Action, ...] = ()
 
 
-def program_of(
-    orders: Sequence[Sequence[Action]], rank: int, *, rank_of: Placement, num_stages: int
-) -> tuple[Task, ...]:
+Program = tuple[Task, ...]
+
+
+def program_of(orders: Sequence[Sequence[Action]], rank: int, *, rank_of: Placement, num_stages: int) -> Program:
     """Return the tasks of one rank, so that all ranks together compute these orders.
 
     Raises:
@@ -50,13 +52,53 @@ def program_of(
     return tuple(_task(group, num_stages, is_here) for group in side_by_side(programs[rank]))
 
 
+class Programs:
+    """The programs of one rank.
+
+    Args:
+        num_microbatches: of a training step.
+        orders: of every rank in a training step; None where the schedule does not allow these sizes.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        comm: Communicator,
+        num_microbatches: int,
+        orders: Sequence[Sequence[Action]] | None,
+    ) -> None:
+        self._schedule = schedule
+        self._comm = comm
+        self._num_microbatches = num_microbatches
+        self._training = None if orders is None else self._of(orders)
+        self._apart: dict[int, tuple[Program, Program]] = {}
+
+    def training(self) -> Program:
+        """Return the program of a training step.
+
+        Raises:
+            ValueError: the schedule does not allow these sizes.
+        """
+        if self._training is None:
+            self._training = self._of(training_orders(self._schedule, self._comm.size, self._num_microbatches))
+        return self._training
+
+    def apart(self, num_microbatches: int) -> tuple[Program, Program]:
+        """Return the programs of forwards and of backwards alone: no rule of the schedule binds their number."""
+        if num_microbatches not in self._apart:
+            schedule, num_ranks = self._schedule, self._comm.size
+            orders = forwards_of(schedule.rank_of, num_ranks, schedule.num_stages(num_ranks), num_microbatches)
+            self._apart[num_microbatches] = self._of(orders), self._of(backwards_of(orders))
+        return self._apart[num_microbatches]
+
+    def _of(self, orders: Sequence[Sequence[Action]]) -> Program:
+        num_stages = self._schedule.num_stages(self._comm.size)
+        return program_of(orders, self._comm.rank, rank_of=self._schedule.rank_of, num_stages=num_stages)
+
+
 def _task(group: Sequence[Action], num_stages: int, is_here: Callable[[int], bool]) -> Task:
     action = group[0]
     if not action.kind.is_compute:
         return Task(tuple(group))
-    arrival, makes = action.arrival(num_stages), action.departure(num_stages)
-    if arrival is None:
-        return Task(tuple(group), makes=makes)
-    if is_here(arrival.partner.stage):
-        return Task(tuple(group), takes=arrival.partner, makes=makes)
-    return Task(tuple(group), receives=arrival, confirms=arrival.confirms, makes=makes)
+    takes = (a.partner if is_here(a.partner.stage) else a for a in action.arrivals(num_stages))
+    return Task(tuple(group), tuple(takes), action.departures(num_stages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 from minigrad.backend import Array
 from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
+from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec, Bundle
 from pipeline.runtime.step_hooks import StepHooks
 from pipeline.schedules.action import Action
 
 Batch = Array | Sequence[Array]
+LossFn = Callable[[Any, Array], Tensor]
 
 
 class Mode(Enum):
@@ -100,6 +102,7 @@ class StepState:
     keep_outputs: bool
     input_grads: bool
     cotangents: Sequence[Any]
+    loss_fn: LossFn | None = None
     made: dict[Action, Bundle] = field(default_factory=dict)
     losses: dict[int, Array] = field(default_factory=dict)
     outputs: dict[int, Array] = field(default_factory=dict)

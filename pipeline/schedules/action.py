@@ -5,10 +5,10 @@ it prints as `2F0`, parses back, and two of them can be compared. Nothing here r
 
 What crosses between stages follows from the action alone, and is said here alone. Of three stages, micro-batch 0:
 
-    departure   1F0 -> 1SEND_F0     1B0 -> 1SEND_B0     what takes the result of an action to another stage
+    departures  1F0 -> 1SEND_F0     1B0 -> 1SEND_B0     what takes the results of an action to other stages
     partner     1SEND_F0 <-> 2RECV_F0                   the two ends of one message
     carries     2RECV_F0 -> 1F0                         whose result a message is
-    arrival     1F0 -> 1RECV_F0     1B0 -> 1RECV_B0     what an action waits for
+    arrivals    1F0 -> 1RECV_F0     1B0 -> 1RECV_B0     what an action waits for
     confirms    1RECV_B0 -> 1SEND_F0                    a gradient comes back only from where the output has arrived
 """
 
@@ -112,23 +112,33 @@ class Action:
         """The send that is complete once this gradient is received; None for any other action."""
         return Action(Kind.SEND_F, self.stage, self.microbatch) if self.kind is Kind.RECV_B else None
 
-    def arrival(self, num_stages: int) -> Action | None:
-        """Return the receive that brings what this waits for from another stage; None where nothing is to come."""
+    @property
+    def before(self) -> tuple[Action, ...]:
+        """The parts on its own stage that must be done before this compute action can run."""
+        match self.kind:
+            case Kind.B | Kind.BW:
+                return (F(self.stage, self.microbatch),)
+            case Kind.W:
+                return (B(self.stage, self.microbatch),)
+        return ()
+
+    def arrivals(self, num_stages: int) -> tuple[Action, ...]:
+        """Return the receives that bring what this waits for from other stages."""
         match self.kind:
             case Kind.F if self.stage > 0:
-                return Action(Kind.RECV_F, self.stage, self.microbatch)
+                return (Action(Kind.RECV_F, self.stage, self.microbatch),)
             case Kind.B | Kind.BW if self.stage + 1 < num_stages:
-                return Action(Kind.RECV_B, self.stage, self.microbatch)
-        return None
+                return (Action(Kind.RECV_B, self.stage, self.microbatch),)
+        return ()
 
-    def departure(self, num_stages: int) -> Action | None:
-        """Return the send that takes what this made to another stage; None where nobody needs it."""
+    def departures(self, num_stages: int) -> tuple[Action, ...]:
+        """Return the sends that take what this made to other stages."""
         match self.kind:
             case Kind.F if self.stage + 1 < num_stages:
-                return Action(Kind.SEND_F, self.stage, self.microbatch)
+                return (Action(Kind.SEND_F, self.stage, self.microbatch),)
             case Kind.B | Kind.BW if self.stage > 0:
-                return Action(Kind.SEND_B, self.stage, self.microbatch)
-        return None
+                return (Action(Kind.SEND_B, self.stage, self.microbatch),)
+        return ()
 
     def needs(self, num_stages: int) -> list[Action]:
         """List the parts that must be done before this compute action can run.
@@ -140,14 +150,7 @@ class Action:
         """
         if not self.kind.is_compute:
             raise ValueError(f"an order holds compute actions only (F, B, W, BW), got {self}")
-        arrival = self.arrival(num_stages)
-        from_another = [] if arrival is None else [arrival.carries]
-        match self.kind:
-            case Kind.F:
-                return from_another
-            case Kind.W:
-                return [B(self.stage, self.microbatch)]
-        return [F(self.stage, self.microbatch), *from_another]
+        return [*self.before, *(arrival.carries for arrival in self.arrivals(num_stages))]
 
 
 _PARTNER = {  # and the step to its stage

@@ -116,8 +116,9 @@ class _World:
                 if synchronous_sends:
                     yield self._sent(rank, index, step)
             else:
-                arrival = step.arrival(self.num_stages)
-                if arrival is not None and self._neighbour(rank, arrival.partner.stage) != rank:
+                for arrival in step.arrivals(self.num_stages):
+                    if self._neighbour(rank, arrival.partner.stage) == rank:
+                        continue
                     yield from self._arrival(rank, index, arrival)
                     if arrival.confirms in sent:
                         yield self._sent(rank, index, arrival.confirms)

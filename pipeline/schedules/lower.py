@@ -6,7 +6,7 @@ keeps communication out of every schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipeline.schedules.action import Action, Placement
 
@@ -45,15 +45,15 @@ def lower(
 def _program(
     order: Sequence[Action], rank: int, rank_of: Placement, num_ranks: int, num_stages: int, lookahead: int
 ) -> list[Action]:
-    def across_ranks(message: Action | None) -> list[Action]:
-        return [] if message is None or rank_of(message.partner.stage, num_ranks) == rank else [message]
+    def across_ranks(messages: Iterable[Action]) -> list[Action]:
+        return [message for message in messages if rank_of(message.partner.stage, num_ranks) != rank]
 
-    receives = [across_ranks(action.arrival(num_stages)) for action in order]
+    receives = [across_ranks(action.arrivals(num_stages)) for action in order]
     program: list[Action] = []
     posted = 0
     for index, action in enumerate(order):
         for received in receives[posted : index + lookahead + 1]:
             program += received
         posted = index + lookahead + 1
-        program += [action, *across_ranks(action.departure(num_stages))]
+        program += [action, *across_ranks(action.departures(num_stages))]
     return program

@@ -235,7 +235,7 @@ class _Clock:
         self._link_of = link_of
         self._rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
         self._rows: list[list[Timed]] = [[] for _ in orders]
-        self._there: dict[tuple[int, Action], float] = {}  # when a rank has the result of a part
+        self._there: dict[tuple[int, Action], float] = {}  # when a rank has done a part, or has a message
         self._link_free: dict[Hashable, float] = {}
         self._ends: list[tuple[float, int]] = []  # of actions under way, with their ranks
 
@@ -258,31 +258,41 @@ class _Clock:
         if len(row) == len(order):
             return
         action = order[len(row)]
-        arrivals = [self._there.get((rank, need)) for need in action.needs(self._num_stages)]
-        if None in arrivals:
+        since = [self._there.get((rank, need)) for need in self._inputs(rank, action)]
+        if None in since:
             return
-        start = max([row[-1].end if row else 0.0, *(arrival for arrival in arrivals if arrival is not None)])
+        start = max([row[-1].end if row else 0.0, *(time for time in since if time is not None)])
         end = start + sum(self._times[part.kind][action.stage] for part in action.parts)
         if not start < end < math.inf:
             raise ValueError(f"the times differ by more than numbers can tell: {action} from {start:g} to {end:g}")
         row.append(Timed(action, start, end))
         heappush(self._ends, (end, rank))
 
+    def _inputs(self, rank: int, action: Action) -> list[Action]:
+        """Return what an action waits for: parts on its own rank, and messages from others."""
+        arrivals = action.arrivals(self._num_stages)
+        is_here = [self._rank_of.get(arrival.partner.stage) == rank for arrival in arrivals]
+        return [*action.before, *(a.carries if here else a for a, here in zip(arrivals, is_here, strict=True))]
+
     def _finish(self, rank: int) -> list[int]:
-        """Note that a rank's last action has ended; return the rank that gets its result, if another does."""
+        """Note that a rank's last action has ended; return the other ranks that get its results."""
         action, _, end = self._rows[rank][-1]
         for part in action.parts:
             self._there[rank, part] = end
-        departure = action.departure(self._num_stages)
-        if departure is None:
-            return []
-        dest = self._rank_of.get(departure.partner.stage, rank)
-        if dest == rank:
-            return []
+        dests = []
+        for departure in action.departures(self._num_stages):
+            dest = self._rank_of.get(departure.partner.stage, rank)
+            if dest != rank:
+                self._there[dest, departure.partner] = self._arrival(departure, rank, dest, end)
+                dests.append(dest)
+        return dests
+
+    def _arrival(self, departure: Action, rank: int, dest: int, made: float) -> float:
+        """Return when a message is there whose data was made at a time."""
         transfer = self._transfer[min(departure.stage, departure.partner.stage)]
-        begin, link = end, None if self._link_of is None else self._link_of(rank, dest)
-        if link is not None:
-            begin = max(end, self._link_free.get(link, 0.0))
-            self._link_free[link] = begin + transfer
-        self._there[dest, departure.carries] = begin + (self._latency + transfer)
-        return [dest]
+        link = None if self._link_of is None else self._link_of(rank, dest)
+        if link is None:
+            return made + (self._latency + transfer)
+        begin = max(made, self._link_free.get(link, 0.0))
+        self._link_free[link] = begin + transfer
+        return begin + (self._latency + transfer)

@@ -75,8 +75,8 @@ def _check_cells(
                         f"a stage runs {part.kind.value} of a micro-batch once, {found} after {part} was done",
                         [done[part], cell],
                     )
-            for need in action.needs(num_stages):
-                if need.stage == action.stage and need not in done:
+            for need in action.before:
+                if need not in done:
                     raise ScheduleError(
                         f"F comes before B before W of a micro-batch, {found} with no {need} before it", [cell]
                     )

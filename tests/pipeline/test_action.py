@@ -81,20 +81,20 @@ def test_the_two_ends_of_a_message_and_what_it_carries(send, receive, carried):
 
 
 @pytest.mark.parametrize(
-    ("action", "arrival", "departure"),
+    ("action", "arrivals", "departures"),
     [
-        (F(0, 5), None, Action(SEND_F, 0, 5)),
-        (F(1, 5), Action(RECV_F, 1, 5), Action(SEND_F, 1, 5)),
-        (F(2, 5), Action(RECV_F, 2, 5), None),
-        (BW(0, 5), Action(RECV_B, 0, 5), None),
-        (B(1, 5), Action(RECV_B, 1, 5), Action(SEND_B, 1, 5)),
-        (BW(2, 5), None, Action(SEND_B, 2, 5)),
-        (W(1, 5), None, None),
+        (F(0, 5), (), (Action(SEND_F, 0, 5),)),
+        (F(1, 5), (Action(RECV_F, 1, 5),), (Action(SEND_F, 1, 5),)),
+        (F(2, 5), (Action(RECV_F, 2, 5),), ()),
+        (BW(0, 5), (Action(RECV_B, 0, 5),), ()),
+        (B(1, 5), (Action(RECV_B, 1, 5),), (Action(SEND_B, 1, 5),)),
+        (BW(2, 5), (), (Action(SEND_B, 2, 5),)),
+        (W(1, 5), (), ()),
     ],
 )
-def test_what_comes_and_goes_in_three_stages(action, arrival, departure):
-    assert action.arrival(3) == arrival
-    assert action.departure(3) == departure
+def test_what_comes_and_goes_in_three_stages(action, arrivals, departures):
+    assert action.arrivals(3) == arrivals
+    assert action.departures(3) == departures
 
 
 def test_a_gradient_confirms_the_send_of_its_output():
