@@ -141,7 +141,7 @@ bench-recovery: $(STAMP)  ## what surviving a rank's death costs a step, and how
 	$(PY) benchmarks/recovery.py $(QUICK)
 
 equality: $(STAMP)  ## every model, layout, schedule and number of micro-batches trains as one process; takes 15 minutes
-	$(PY) -m pytest -n $(WORKERS) -m soak $(if $(ONLY),-k "$(ONLY)") tests/whole/test_equality.py tests/distributed/test_sharded.py
+	$(PY) -m pytest -n $(WORKERS) -m soak tests/whole/test_equality.py tests/distributed/test_sharded.py
 
 soak: $(STAMP)  ## run the tests that take minutes, for chance and endurance
 	$(PY) -m pytest -m soak

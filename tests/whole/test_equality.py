@@ -6,6 +6,7 @@ the parameters after some steps of SGD with momentum. AdamW alone would not do: 
 
 import functools
 from collections.abc import Callable
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from toy_pipeline import dense, holds, scale
 
 import minigrad as mg
-from distributed import Mesh
+from distributed import LocalWorld, Mesh
 from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import nn, optim, rng
 from minigrad.models import gpt, mlp
@@ -149,19 +150,58 @@ def check_layouts(ranks, model, schedule, num_microbatches, rule=SGD, **toleranc
             check_equal(results, one_process(model, dp, rule), **tolerance)
 
 
-SAMPLE = [
-    ("gpt", "gpipe", 2),
-    ("gpt", "1f1b", 4),
-    ("unused tie", "gpipe", 4),
-    ("unused tie", "1f1b", 1),
-    *(("mlp", schedule, 4) for schedule in SCHEDULES),
-]
-
-
-@pytest.mark.parametrize(("model", "schedule", "num_microbatches"), SAMPLE)
+@pytest.mark.parametrize(
+    ("model", "schedule", "num_microbatches"),
+    [("gpt", "gpipe", 2), ("gpt", "1f1b", 4), ("unused tie", "gpipe", 4), ("unused tie", "1f1b", 1)],
+)
 @pytest.mark.point_to_point
 def test_training_equals_one_process(ranks, model, schedule, num_microbatches):
     check_layouts(ranks, model, schedule, num_microbatches)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.point_to_point
+def test_every_schedule_equals_one_process(ranks, schedule):
+    check_layouts(ranks, "mlp", schedule, 4)
+
+
+WORLDS = [*product((2, 3, 4), (False, True)), (6, False), (8, False)]  # size, whether sends wait for their receives
+GRID = list(product(MODELS, SCHEDULES, range(1, 9), WORLDS))
+
+
+@functools.cache
+def is_trained(schedule, num_microbatches, size):
+    """Tell whether some layout of this many ranks takes the schedule."""
+    return any(allows(schedule, pp, num_microbatches) for _, pp in LAYOUTS[size])
+
+
+def pairs(row):
+    """Return the values of a row of the grid, two by two, with their places."""
+    return set(combinations(enumerate(row), 2))
+
+
+def sample():
+    """Choose rows of the grid in which every two values meet that meet anywhere in it."""
+    models, chosen, seen = list(MODELS), [], set()
+    latin = [
+        (models[(place + m) % len(models)], schedule, m, WORLDS[(3 * place + m) % len(WORLDS)])
+        for place, schedule in enumerate(SCHEDULES)
+        for m in range(1, 9)
+    ]
+    for row in latin + GRID:
+        _, schedule, num_microbatches, (size, _) = row
+        if pairs(row) - seen and is_trained(schedule, num_microbatches, size):
+            chosen.append(row)
+            seen |= pairs(row)
+    return chosen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "schedule", "num_microbatches", "world"), sample())
+def test_every_two_values_of_the_grid_train_as_one_process(model, schedule, num_microbatches, world):
+    size, synchronous_sends = world
+    check_layouts(LocalWorld(size, synchronous_sends=synchronous_sends), model, schedule, num_microbatches)
 
 
 @pytest.mark.soak
