@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -326,6 +326,18 @@ class Communicator(ABC):
     def recv(self, array: Array, *, source: int, tag: int) -> Array:
         """Receive and block until `array` holds the message; see irecv."""
         return self.irecv(array, source=source, tag=tag).wait()
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make messages between some ranks as fast as they can be; all others can be sent as well.
+
+        Collective, blocking; once.
+
+        Args:
+            pairs: (source, dest); the same on every rank.
+        Raises:
+            ValueError: ranks give different ones; the same message on every rank.
+        """
+        return  # where there is one way only
 
     def sequence(self, steps: MessageSteps) -> Work:
         """Run an operation of several messages, on host arrays.

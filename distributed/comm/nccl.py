@@ -1,12 +1,11 @@
-"""Collectives of GPU arrays through NCCL, beside the calls of the computation; everything else as another communicator.
-
-    current stream   ...kernels that write the array... |      ...kernels...      | wait() | kernels that read it
-    NCCL's stream                                       `-> allreduce ------------------'
+"""Collectives and messages of GPU arrays through NCCL, beside the calls of the computation.
 
 No host waits: an operation begins on a stream of its own when the current stream has come to where it was called, and
-`wait()` lets the current stream go on when it is done. So buckets travel while the backward computes, and all of it can
-be captured in a CUDA graph. Host arrays, objects, point-to-point messages (NCCL has no tags), and what NCCL does not
-reduce as the contract says, go through the communicator that this one is made of.
+`wait()` lets the current stream go on when it is done (`side_stream.py`). So buckets travel while the backward
+computes, and all of it can be captured in a CUDA graph. Host arrays and objects go through the communicator that this
+one is made of, and so do messages between ranks that nobody has connected: see `nccl_messages.py`.
+
+A maximum of floats is one of integers in their order, where nan is on top: NCCL's own would let a number win.
 
 Source: NVIDIA, NCCL documentation, "Collective Communication Functions" and "Using NCCL with CUDA Graphs".
 """
@@ -14,23 +13,26 @@ Source: NVIDIA, NCCL documentation, "Collective Communication Functions" and "Us
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 
 from distributed.comm.communicator import Communicator
+from distributed.comm.nccl_messages import NCCLMessages
 from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
+from distributed.comm.side_stream import SideStream
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array, Work
-from minigrad.backend import address, cupy, gpu_bus_id, is_half, nccl_module, xp_of
+from minigrad.backend import address, cupy, gpu_bus_id, is_half, nccl_module, widened, xp_of
 
-_HIGHEST_PRIORITY = -5  # or the nearest that there is
-_SUM, _AVERAGE = 0, 4  # the second multiplies each value by 1 / size, then adds up
+_SUM, _MAX, _MIN, _AVERAGE = 0, 2, 3, 4  # the last multiplies each value by 1 / size, then adds up
+_OPS = {ReduceOp.SUM: _SUM, ReduceOp.MEAN: _SUM, ReduceOp.MAX: _MAX, ReduceOp.MIN: _MIN}
 _UINT8 = 1
 _DTYPES = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float32": 7, "float64": 8}
+_BITS: dict[str, Any] = {"float32": np.int32, "float64": np.int64}
 _AVERAGED = ("float32", "float64")
-_COLLECTIVES = ("broadcast", "allreduce", "reduce_scatter", "allgather", "all_to_all")
+_CALLS = ("broadcast", "allreduce", "reduce_scatter", "allgather", "all_to_all", "isend", "irecv")
 
 
 def with_nccl(comm: Communicator) -> Communicator:
@@ -63,9 +65,8 @@ class NCCLCommunicator(Communicator):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl))
         self._group = (nccl.groupStart, nccl.groupEnd)
         self._version = nccl.get_version()
-        # Before all else: a reduction needs few of the multiprocessors, but would wait for kernels that fill them all.
-        self._stream = self._cp.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
-        self._unfinished: list[_StreamWork] = []  # keeps arrays that NCCL reads and writes
+        self._stream = SideStream(self._cp)
+        self._messages: NCCLMessages | None = None
 
     @property
     def library(self) -> str:
@@ -88,6 +89,17 @@ class NCCLCommunicator(Communicator):
 
     def progress(self) -> None:
         self._host.progress()
+        if self._messages is not None:
+            self._messages.progress()
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        wanted = self._host.gather_objects(sorted(set(pairs)))
+        if any(other != wanted[0] for other in wanted):
+            raise ValueError(f"connect needs the same pairs on every rank, got {wanted} by rank")
+        if self._messages is not None:
+            raise RuntimeError("connect() may be called once of a communicator: duplicate() it for other pairs")
+        between = [(source, dest) for source, dest in wanted[0] if source != dest]
+        self._messages = NCCLMessages(self._host, between, cp=self._cp, nccl=nccl_module())
 
     def abort(self, message: str) -> NoReturn:
         self._host.abort(message)
@@ -100,7 +112,7 @@ class NCCLCommunicator(Communicator):
         return self._host._buffer(num_elements, dtype)
 
     def _reads_gpu_memory(self, call: str) -> bool:
-        return call in _COLLECTIVES
+        return call in _CALLS
 
     def _finish_writing(self, array: Array) -> None:
         """Wait for nothing: the stream of an operation waits for what writes its array."""
@@ -111,48 +123,44 @@ class NCCLCommunicator(Communicator):
         if xp_of(array) is np:
             return self._host._broadcast(array, root)
         pointer = address(array)
-        return self._start(
+        return self._stream.start(
             array, lambda stream: self._nccl.broadcast(pointer, pointer, array.nbytes, _UINT8, root, stream)
         )
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
         if xp_of(array) is np:
             return self._host._allreduce(array, op)
-        if not _is_reduced(array, op):
-            return self._host.allreduce(array, op=op)
 
         def reduce(stream: int) -> None:
-            total = array.astype(np.float32) if is_half(array.dtype) else array
+            total = _as_reduced(array, op)
             pointer, dtype = address(total), _DTYPES[total.dtype.name]
-            self._nccl.allReduce(pointer, pointer, total.size, dtype, _SUM, stream)
-            divide_mean(total, array, op, self.size)
+            self._nccl.allReduce(pointer, pointer, total.size, dtype, _OPS[op], stream)
+            _land(total, array, op, self.size)
 
-        return self._start(array, reduce)
+        return self._stream.start(array, reduce)
 
     def average(self, array: Array) -> Work:
         if array.dtype.name not in _AVERAGED or xp_of(array) is np or not array.flags.c_contiguous:
             return super().average(array)
         pointer, dtype = address(array), _DTYPES[array.dtype.name]
-        return self._start(
+        return self._stream.start(
             array, lambda stream: self._nccl.allReduce(pointer, pointer, array.size, dtype, _AVERAGE, stream)
         )
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
         if xp_of(flat) is np:
             return self._host._reduce_scatter(flat, op)
-        if not _is_reduced(flat, op):
-            return self._host.reduce_scatter(flat, op=op)
         count = flat.size // self.size
         own = flat[self.rank * count : (self.rank + 1) * count]
 
         def reduce(stream: int) -> None:
-            total = flat.astype(np.float32) if is_half(flat.dtype) else flat
+            total = _as_reduced(flat, op)
             mine = total[self.rank * count : (self.rank + 1) * count]
             dtype = _DTYPES[total.dtype.name]
-            self._nccl.reduceScatter(address(total), address(mine), count, dtype, _SUM, stream)
-            divide_mean(mine, own, op, self.size)
+            self._nccl.reduceScatter(address(total), address(mine), count, dtype, _OPS[op], stream)
+            _land(mine, own, op, self.size)
 
-        return self._start(own, reduce, flat)
+        return self._stream.start(own, reduce, flat)
 
     def _allgather(self, array: Array) -> Work:
         if xp_of(array) is np:
@@ -162,7 +170,7 @@ class NCCLCommunicator(Communicator):
         def gather(stream: int) -> None:
             self._nccl.allGather(address(array), address(gathered), array.nbytes, _UINT8, stream)
 
-        return self._start(gathered, gather, array)
+        return self._stream.start(gathered, gather, array)
 
     def _all_to_all(self, array: Array) -> Work:
         if xp_of(array) is np:
@@ -179,52 +187,42 @@ class NCCLCommunicator(Communicator):
                 self._nccl.recv(address(received_bytes[rank]), count, _UINT8, rank, stream)
             end_group()
 
-        return self._start(received, exchange, array)
+        return self._stream.start(received, exchange, array)
 
-    # Messages carry a tag, which NCCL does not know: they go by way of the host.
+    # Messages. Both ends know who is connected, and go the same way.
 
     def _isend(self, array: Array, dest: int, tag: int) -> Work:
-        return self._host._isend(array, dest, tag)
+        if self._messages is not None and self._messages.connects(self.rank, dest):
+            return self._messages.isend(array, dest, tag)
+        return self._host.isend(array, dest=dest, tag=tag)
 
     def _irecv(self, array: Array, source: int, tag: int) -> Work:
-        return self._host._irecv(array, source, tag)
-
-    def _start(self, result: Array, launch: Callable[[int], None], read: Array | None = None) -> Work:
-        """Launch an operation on NCCL's stream, after what the current stream has to do already."""
-        current = self._cp.cuda.get_current_stream()
-        self._stream.wait_event(current.record())
-        if result.size:
-            with self._stream:
-                launch(self._stream.ptr)
-        work = _StreamWork(self._cp, result, read, self._stream.record())
-        if not self._cp.cuda.runtime.streamIsCapturing(current.ptr):
-            self._unfinished = [other for other in self._unfinished if not other.is_over()]
-        self._unfinished.append(work)
-        return work
+        if self._messages is not None and self._messages.connects(source, self.rank):
+            return self._messages.irecv(array, source, tag)
+        return self._host.irecv(array, source=source, tag=tag)
 
 
-class _StreamWork(Work):
-    """An operation on NCCL's stream."""
-
-    def __init__(self, cp: Any, result: Array, read: Array | None, done: Any) -> None:
-        self._cp = cp
-        self._result = result
-        self._read = read
-        self._done = done
-
-    def wait(self) -> Array:
-        """Let the current stream wait; the host goes on."""
-        self._cp.cuda.get_current_stream().wait_event(self._done)
-        return self._result
-
-    def test(self) -> bool:
-        return self.is_over()
-
-    def is_over(self) -> bool:
-        """Return whether the GPU is done with it."""
-        return bool(self._done.done)
+def _as_reduced(array: Array, op: ReduceOp) -> Array:
+    """Return the array as NCCL reduces it, itself where it can: halves and short integers wider, floats compared."""
+    wide = widened(array)
+    if wide.dtype.name not in _DTYPES:
+        wide = wide.astype(np.int32)
+    if not is_comparison(op) or wide.dtype.kind != "f":
+        return wide
+    beyond = np.iinfo(_BITS[wide.dtype.name])
+    keys = _in_order(wide.view(beyond.dtype))
+    xp = xp_of(array)
+    return xp.where(xp.isnan(wide), keys.dtype.type(beyond.max if op is ReduceOp.MAX else beyond.min), keys)
 
 
-def _is_reduced(array: Array, op: ReduceOp) -> bool:
-    """Return whether NCCL reduces this as the contract says: nan wins no minimum there, and small integers it lacks."""
-    return not is_comparison(op) and (is_half(array.dtype) or array.dtype.name in _DTYPES)
+def _land(total: Array, out: Array, op: ReduceOp, size: int) -> None:
+    """Write what NCCL has made of `_as_reduced` into `out`."""
+    if is_comparison(op) and out.dtype.kind not in "iu":
+        total = _in_order(total).view(np.float32 if is_half(out.dtype) else out.dtype)
+    divide_mean(total, out, op, size)
+
+
+def _in_order(bits: Array) -> Array:
+    """Return integers in the order of the floats with these bits; the same again gives the bits back."""
+    last = bits.itemsize * 8 - 1
+    return bits ^ ((bits >> last) & np.iinfo(bits.dtype).max)

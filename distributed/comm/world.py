@@ -56,8 +56,9 @@ def world(
             says: MINIGRAD_CHECK_COLLECTIVES=1. `LocalWorld` always compares.
         survive: the death of a rank raises RankFailure on the others, who can go on: see `distributed.recovery`. Needs
             Open MPI 5 under `mpirun --with-ft ulfm`.
-        gpus: collectives of GPU arrays go through NCCL, if each rank has a GPU of its own, its current one. They begin
-            and end on the GPU: no rank waits for them on the host, so no timeout ends them.
+        gpus: collectives of GPU arrays, and messages between the ranks of a pipeline, go through NCCL, if each rank has
+            a GPU of its own, its current one. They begin and end on the GPU: no rank waits for them on the host, so no
+            timeout ends them; a message that nobody sends has one.
     Raises:
         RuntimeError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs; or
             this MPI cannot do what is asked.

@@ -31,7 +31,7 @@ _HEADER = 2
 
 
 class PointToPoint:
-    """The messages of one rank in a pipeline.
+    """The messages of one rank in a pipeline. Making one is collective.
 
     Args:
         comm: the ranks of the pipeline; nobody else sends on it.
@@ -59,6 +59,8 @@ class PointToPoint:
                 f"got {num_stages} and {num_microbatches}"
             )
         self.comm = comm
+        neighbours = [(rank_of(stage), rank_of(stage + 1)) for stage in range(num_stages - 1)]
+        comm.connect(sorted({(a, b) for pair in neighbours for a, b in (pair, pair[::-1]) if a != b}))
         self._rank_of = rank_of
         self._routes: dict[Action, tuple[int, int]] = {}
         self._num_microbatches = num_microbatches

@@ -7,7 +7,8 @@ mpirun -n 2 python -m pytest -m gpu --nccl tests    through NCCL, where there ar
 import numpy as np
 import pytest
 
-from distributed import DistributedDataParallel, ReduceOp
+from distributed import DistributedDataParallel, ReduceOp, SoloCommunicator
+from distributed.comm.nccl import NCCLCommunicator
 from minigrad.cuda_graph import CapturedStep
 from minigrad.models import GPT, GPTConfig
 from minigrad.optim import AdamW, Optimizer
@@ -106,6 +107,42 @@ def test_reductions_are_those_of_the_host(ranks, dtype):
             np.testing.assert_allclose(found.astype(float), expected.astype(float), rtol=1e-6, err_msg=str(op))
 
     ranks.run(program)
+
+
+def test_nccl_of_one_rank_does_what_the_host_does():
+    """All that one card can show of it: calls, dtypes, streams, and that a capture takes them."""
+    comm, dtypes = NCCLCommunicator(SoloCommunicator()), ["int8", "int16", "int64", "float16", "float32", "float64"]
+    for dtype in dtypes:
+        values = np.arange(-6, 7).astype(dtype)
+        if values.dtype.kind == "f":
+            values[:3] = np.nan, np.inf, -np.inf
+        for op in ReduceOp:
+            if op is not ReduceOp.MEAN or values.dtype.kind == "f":
+                found = comm.allreduce(cupy.asarray(values), op=op).wait()
+                np.testing.assert_array_equal(found.get(), values, err_msg=f"{dtype} {op}")
+                own = comm.reduce_scatter(cupy.asarray(values), op=op).wait()
+                np.testing.assert_array_equal(own.get(), values)
+        if values.dtype.kind == "f":
+            np.testing.assert_array_equal(comm.average(cupy.asarray(values)).wait().get(), values)
+        np.testing.assert_array_equal(comm.allgather(cupy.asarray(values)).wait().get(), values[None])
+        np.testing.assert_array_equal(comm.all_to_all(cupy.asarray(values)[None]).wait().get(), values[None])
+    comm.connect([])
+    sent = comm.isend(cupy.arange(3), dest=0, tag=1)
+    assert comm.recv(cupy.zeros(3, np.int64), source=0, tag=1).get().tolist() == [0, 1, 2]
+    sent.wait()
+    stream, array = cupy.cuda.Stream(), cupy.ones(8, np.float32)
+    with stream:
+        stream.begin_capture()
+        array += np.float32(1)
+        works = [comm.average(array), comm.allreduce(array, op=ReduceOp.MAX)]
+        assert not any(work.test() for work in works)
+        for work in works:
+            work.wait()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        graph.launch(stream)
+        stream.synchronize()
+    assert array.get().tolist() == [3.0] * 8
 
 
 def test_average_has_the_bits_of_a_weighted_sum(ranks):

@@ -1,0 +1,85 @@
+"""A CUDA stream beside the one that computes: what runs there begins and ends in step with it, and no host waits.
+
+    current stream   ...kernels that write the array... |      ...kernels...      | wait() | kernels that read it
+    side stream                                          `-> operation -----------------'
+
+All of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from distributed.comm.work import Array, Work
+
+_HIGHEST_PRIORITY = -5  # or the nearest that there is
+
+
+class SideStream:
+    """A stream for communication.
+
+    Before all else: a message needs few of the multiprocessors, but would wait for kernels that fill them all.
+
+    Args:
+        cp: CuPy.
+    """
+
+    def __init__(self, cp: Any) -> None:
+        self._cp = cp
+        self._stream = cp.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+        self._unfinished: list[StreamWork] = []  # keeps arrays that are read and written
+
+    def start(
+        self, result: Array, launch: Callable[[int], None], read: Array | None = None, *, after: Any = None
+    ) -> StreamWork:
+        """Launch an operation.
+
+        Args:
+            result: what it gives.
+            launch: is given the stream; not called where there is nothing in `result`.
+            read: what it reads beside it.
+            after: the event that it waits for; by default what the current stream has to do already.
+        """
+        current = self._cp.cuda.get_current_stream()
+        self._stream.wait_event(current.record() if after is None else after)
+        if result.size:
+            with self._stream:
+                launch(self._stream.ptr)
+        is_captured = bool(self._cp.cuda.runtime.streamIsCapturing(current.ptr))
+        work = StreamWork(self._cp, result, read, self._stream.record(), is_captured=is_captured)
+        if not is_captured:
+            self._unfinished = [other for other in self._unfinished if not other.is_over()]
+        self._unfinished.append(work)
+        return work
+
+    def synchronize(self) -> None:
+        """Let the host wait until all that was started is done."""
+        self._stream.synchronize()
+
+
+class StreamWork(Work):
+    """An operation on a side stream.
+
+    Attributes:
+        done: the event at its end.
+    """
+
+    def __init__(self, cp: Any, result: Array, read: Array | None, done: Any, *, is_captured: bool) -> None:
+        self.done = done
+        self._cp = cp
+        self._result = result
+        self._read = read
+        self._is_captured = is_captured
+
+    def wait(self) -> Array:
+        """Let the current stream wait; the host goes on."""
+        self._cp.cuda.get_current_stream().wait_event(self.done)
+        return self._result
+
+    def test(self) -> bool:
+        return not self._is_captured and self.is_over()
+
+    def is_over(self) -> bool:
+        """Return whether its arrays can go: the GPU is done with it, or a graph has it, and its capture is over."""
+        return self._is_captured or bool(self.done.done)
