@@ -131,10 +131,14 @@ def go_on(comm, layout, folder):
     return numbers
 
 
+def num_ranks(layout):
+    dp, pp, *_ = LAYOUTS[layout]
+    return dp * pp
+
+
 def on_as_many_as_it_takes(comm, program, layout, *args):
     """Run a program on the first ranks; the others wait."""
-    dp, pp, *_ = LAYOUTS[layout]
-    taking_part = comm.rank < dp * pp
+    taking_part = comm.rank < num_ranks(layout)
     part = comm.split(color=int(not taking_part))
     result = program(part, layout, *args) if taking_part else []
     comm.barrier()
@@ -154,12 +158,14 @@ def whole_model(ranks, program, layout, *args):
 
 @pytest.mark.ranks(2, 4)
 def test_the_next_step_is_the_one_that_was_to_come(ranks, tmp_path):
-    layouts = [layout for layout, (dp, pp, *_) in LAYOUTS.items() if dp * pp <= ranks.size]
+    layouts = [layout for layout in LAYOUTS if num_ranks(layout) <= ranks.size]
     tmp_path = Path(ranks.run(lambda comm: comm.broadcast_object(str(tmp_path)))[0])
     for saved_in in layouts:
         expected = whole_model(ranks, undisturbed, saved_in)
         ranks.run(on_as_many_as_it_takes, save, saved_in, tmp_path / saved_in)
         for loaded_in in layouts:
+            if ranks.size > 2 and ranks.size not in (num_ranks(saved_in), num_ranks(loaded_in)):
+                continue  # two ranks do that
             case = f"saved in {saved_in}, loaded in {loaded_in}"
             at_load, *after = whole_model(ranks, go_on, loaded_in, tmp_path / saved_in)
             assert at_load.keys() == expected[0].keys()

@@ -60,6 +60,7 @@ def test_every_schedule_runs_to_its_end_in_every_layout_and_goes_on(tmp_path: Pa
     assert len(losses) == 1, "every schedule trains the same model"
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_every_listed_value_of_the_other_flags_runs_to_its_end(tmp_path: Path) -> None:
     listed = listed_values(TrainSettings)
