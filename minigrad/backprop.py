@@ -9,8 +9,8 @@ those. Whole equals B then W, bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar
 
 from minigrad.backend import Array, xp_of
 from minigrad.habits import own_options
@@ -23,6 +23,9 @@ from minigrad.versions import Version
 from minigrad.walk import walk
 
 Output = Tensor | Sequence[Tensor]
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that is done a step at a time, and what it gives in the end."""
 
 
 @own_options
@@ -65,10 +68,17 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
             a sequence with one for each.
         hooks: see `Hooks`.
     """
-    hooks = hooks or Hooks()
+    to_the_end(backward_steps(output, grad, hooks=hooks or Hooks()))
+
+
+def backward_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[None]:
+    """Do as `backward_with_grad` one op at a time, so that something else can run in between.
+
+    It must change no value that the tape needs; with a `between_ops` hook it is refused when it does.
+    """
     root, g = _root(output, grad, hooks.share)
     with hooks.told_of_errors():
-        walk(collect(root), {root: g}, hooks, set())
+        yield from walk(collect(root), {root: g}, hooks, set())
 
 
 def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = None) -> DeferredGrads:
@@ -80,7 +90,11 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
     Returns:
         What is left to do, for `backward_weight`.
     """
-    hooks = hooks or Hooks()
+    return to_the_end(backward_input_steps(output, grad, hooks=hooks or Hooks()))
+
+
+def backward_input_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[DeferredGrads]:
+    """Do as `backward_input` one op at a time, as `backward_steps`; the generator returns what is left to do."""
     root, g = _root(output, grad, hooks.share)
     nodes = collect(root)
     if root.weight_side:
@@ -88,7 +102,7 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
     deferred = DeferredGrads([node for node in nodes if node.weight_side], {})
     data_side = [node for node in nodes if not node.weight_side]
     with hooks.told_of_errors():
-        walk(data_side, {root: g}, hooks, deferred.versions, deferred)
+        yield from walk(data_side, {root: g}, hooks, deferred.versions, deferred)
     assert deferred.nodes is not None
     deferred.nodes.sort(key=node_order, reverse=True)
     return deferred
@@ -117,7 +131,16 @@ def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks:
         versions |= half.versions
     hooks = hooks or Hooks()
     with hooks.told_of_errors():
-        walk(side_by_side(tapes), cotangents, hooks, versions)
+        to_the_end(walk(side_by_side(tapes), cotangents, hooks, versions))
+
+
+def to_the_end(steps: Iterator[None]) -> Any:
+    """Do all steps; return what a generator returns."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        return end.value
 
 
 def reached_parameters(output: Output) -> list[Parameter]:

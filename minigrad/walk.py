@@ -7,7 +7,7 @@ their place, and the edges into weights can be left to the weight half (`halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -43,8 +43,10 @@ def walk(
     hooks: Hooks,
     versions: set[Version],
     deferred: DeferredGrads | None = None,
-) -> None:
+) -> Iterator[None]:
     """Run the vjps of `nodes`, newest first, and free each node on the way.
+
+    Yields after each op, so that something else can run in between; `between_ops` comes after that.
 
     Args:
         cotangents: of the nodes that have no consumer among `nodes`; emptied.
@@ -112,6 +114,7 @@ def walk(
                 if not pending[parent] and on_grad_ready is not None:
                     _fire(on_grad_ready, parent)
                     newest_change = _newest(versions)
+        yield
         if between_ops is not None:
             between_ops()
             newest_change = _newest(versions)

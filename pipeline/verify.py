@@ -20,7 +20,7 @@ from distributed.comm.mesh import Mesh
 from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import rng
 from minigrad.backend import Array
-from minigrad.backprop import backward, backward_with_grad
+from minigrad.backprop import Steps, backward, backward_with_grad, to_the_end
 from minigrad.clipping import grad_norm, scale_to_norm
 from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter, Sequential
@@ -267,10 +267,10 @@ class _SpreadRun:
     def _record_parts(self, stage: PipelineStage) -> None:
         """Note what each backward of a micro-batch adds to the gradients of a stage."""
 
-        def recorded(run: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(microbatch: int, *args: Any) -> Any:
+        def recorded(run: Callable[..., Steps[Any]]) -> Callable[..., Steps[Any]]:
+            def wrapped(microbatch: int, *args: Any) -> Steps[Any]:
                 before = _grads(stage.parameters(), keep_fresh=True)
-                result = run(microbatch, *args)
+                result = yield from run(microbatch, *args)
                 for name, after in _grads(stage.parameters(), keep_fresh=True).items():
                     part = self.final.get(name, after) - before[name]
                     self.parts[name, microbatch] = self.parts.get((name, microbatch), 0) + part
@@ -279,14 +279,19 @@ class _SpreadRun:
             return wrapped
 
         weight_half = stage.backward_weight
-        recorded_half = recorded(lambda i, hooks: weight_half([i], hooks))
+
+        def half(i: int, hooks: Hooks) -> Steps[None]:
+            yield
+            weight_half([i], hooks)
+
+        recorded_half = recorded(half)
 
         def one_by_one(microbatches: Sequence[int], hooks: Hooks) -> None:
             """The same bits as side by side, and the part of each can be told."""
             for i in microbatches:
-                recorded_half(i, hooks)
+                to_the_end(recorded_half(i, hooks))
 
-        vars(stage).update(backward=recorded(stage.backward), backward_weight=one_by_one)
+        vars(stage).update(backward_steps=recorded(stage.backward_steps), backward_weight=one_by_one)
 
     def _record_final(self, parameter: Parameter) -> None:
         assert parameter.grad is not None

@@ -56,6 +56,7 @@ def _numbers(what: str, allows: Callable[[float], bool], *, commas: bool = False
 
 duration = _numbers("a number above 0", lambda value: 0 < value < math.inf)
 durations = _numbers("a number above 0", lambda value: 0 < value < math.inf, commas=True)
+share = _numbers("a number from 0 to 1", lambda value: 0 <= value <= 1)
 latency = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf)
 latencies = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, commas=True)
 rate = _numbers("a number above 0, or inf", lambda value: value > 0)

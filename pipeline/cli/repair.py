@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{arguments.file} cannot be read: {error}") from error
     orders = parse(text)
     flags.check_size(sum(map(len, orders)))
-    num_stages = 1 + max((action.stage for order in orders for action in order), default=0)
+    num_stages = 1 + max((single.stage for order in orders for action in order for single in action.singles), default=0)
     try:
         mended, moved = repair(orders, num_stages=num_stages)
     except ScheduleError:

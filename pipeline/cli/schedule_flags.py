@@ -42,6 +42,8 @@ def add_messages(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=flags.latency, default=0.0, metavar="X", help=what)
     what = "bytes that go to another rank in a unit of time (default: any number)"
     parser.add_argument("--bandwidth", type=flags.rate, default=math.inf, metavar="X", help=what)
+    what = "share of the shorter one of a pair (0F4&3BW1) that runs beside the longer one, from 0 to 1 (default 0)"
+    parser.add_argument("--overlap", type=flags.share, default=0.0, metavar="X", help=what)
     what = "bytes between two stages; with commas, one for each boundary (default 0)"
     parser.add_argument("--message-bytes", type=flags.sizes, default=0.0, metavar="B", help=what)
 
@@ -110,6 +112,7 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
         latency=arguments.latency,
         message_bytes=arguments.message_bytes,
         bandwidth=arguments.bandwidth,
+        overlap=arguments.overlap,
     )
     return asked, timeline
 

@@ -25,6 +25,7 @@ _FLAGS = {
     "forward": _Flag("time of a forward of a micro-batch on a rank", flags.duration),
     "backward-input": _Flag("time of the input half of its backward", flags.duration),
     "backward-weight": _Flag("time of the weight half of its backward", flags.duration),
+    "overlap": _Flag("share of the shorter one of a pair, F&B, that runs beside the longer one, 0 to 1", flags.share),
     "latency": _Flag("time until another rank has the first byte of a message", flags.latency, flags.latencies),
     "message-bytes": _Flag("bytes between two stages; with commas, one for each boundary", flags.memories),
     "bandwidth": _Flag("bytes of a message in a unit of time", flags.rate, flags.rates),

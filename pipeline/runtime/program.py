@@ -11,7 +11,7 @@ from typing import NamedTuple
 from distributed.comm.communicator import Communicator
 from pipeline.runtime.handshake import training_orders
 from pipeline.runtime.step_hooks import side_by_side
-from pipeline.schedules.action import Action, Placement
+from pipeline.schedules.action import Action, Kind, Placement
 from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.lower import lower
 from pipeline.schedules.orders import backwards_of, forwards_of
@@ -21,17 +21,22 @@ from pipeline.schedules.schedule import Schedule
 class Task(NamedTuple):
     """Actions that run as one.
 
-    Messages in a row, weight halves in a row, or one other action.
+    Messages in a row, weight halves in a row, or one other action; a pair is its forward's task with its backward's.
 
     Attributes:
         takes: what it waits for, in the order of its arrivals: a receive; or, of a stage on this rank, the send that
             would have carried it.
         makes: what its results are kept as until they are sent or taken, in the order of its departures.
+        beside: of a pair, of which all else is its forward's: the task of its backward.
+        sends: of what it makes, what it sends as soon as it is there, as the two of a pair do; what others make is
+            sent by a task of its own.
     """
 
     actions: tuple[Action, ...]
     takes: tuple[Action, ...] = ()
     makes: tuple[Action, ...] = ()
+    beside: Task | None = None
+    sends: tuple[Action, ...] = ()
 
 
 Program = tuple[Task, ...]
@@ -49,7 +54,11 @@ def program_of(orders: Sequence[Sequence[Action]], rank: int, *, rank_of: Placem
     def is_here(stage: int) -> bool:
         return rank_of(stage, len(orders)) == rank
 
-    return tuple(_task(group, num_stages, is_here) for group in side_by_side(programs[rank]))
+    sent_early = {
+        send for action in programs[rank] if action.kind is Kind.PAIR for send in action.departures(num_stages)
+    }
+    program = [action for action in programs[rank] if action not in sent_early]
+    return tuple(_task(group, num_stages, is_here) for group in side_by_side(program))
 
 
 class Programs:
@@ -100,5 +109,12 @@ def _task(group: Sequence[Action], num_stages: int, is_here: Callable[[int], boo
     action = group[0]
     if not action.kind.is_compute:
         return Task(tuple(group))
+    if action.beside is not None:
+        forward, backward = (_with_sends(_task([single], num_stages, is_here), is_here) for single in action.singles)
+        return forward._replace(beside=backward)
     takes = (a.partner if is_here(a.partner.stage) else a for a in action.arrivals(num_stages))
     return Task(tuple(group), tuple(takes), action.departures(num_stages))
+
+
+def _with_sends(task: Task, is_here: Callable[[int], bool]) -> Task:
+    return task._replace(sends=tuple(send for send in task.makes if not is_here(send.partner.stage)))

@@ -5,20 +5,23 @@ It knows no schedule, and nothing of what comes before and after them in a step;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from distributed.comm.communicator import Communicator
 from distributed.trace.recorder import Recorder
 from minigrad import rng
+from minigrad.backprop import to_the_end
+from minigrad.hooks import Hooks
 from minigrad.op_hooks import progressing
 from minigrad.tensor import Tensor
+from pipeline.runtime.alongside import Alongside
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.p2p import PointToPoint
 from pipeline.runtime.program import Task
 from pipeline.runtime.stage import PipelineStage
 from pipeline.runtime.step import StepState
-from pipeline.schedules.action import Kind
+from pipeline.schedules.action import Kind, pair
 
 
 class TaskRunner:
@@ -54,10 +57,16 @@ class TaskRunner:
 
     def _run(self, task: Task, state: StepState) -> None:
         match task.actions[0].kind:
+            case Kind.F if task.beside is not None:
+                self._run_pair(task, task.beside, state)
             case Kind.F:
-                self._run_forward(task, state)
+                x = self._input(task, state)
+                self._recorder.enter("compute", *task.actions)
+                self._forward(task, x, state, state.between_ops.between_ops)
             case Kind.B | Kind.BW:
-                self._run_backward(task, state)
+                cotangents = self._cotangents(task, state)
+                self._recorder.enter("compute", *task.actions)
+                to_the_end(self._backward(task, cotangents, state))
             case Kind.W:
                 self._recorder.enter("compute", *task.actions)
                 microbatches = [w.microbatch for w in task.actions]
@@ -70,22 +79,34 @@ class TaskRunner:
                     else:
                         self._p2p.send(message, state.made.pop(message))
 
-    def _run_forward(self, task: Task, state: StepState) -> None:
+    def _run_pair(self, forward: Task, backward: Task, state: StepState) -> None:
+        """Run a forward and a backward in turn, an op of one and an op of the other; what is left is run alone."""
+        x, cotangents = self._input(forward, state), self._cotangents(backward, state)
+        self._recorder.enter("compute", pair(*forward.actions, *backward.actions))
+        other = Alongside(self._backward(backward, cotangents, state))
+        between_ops = state.between_ops + Hooks(between_ops=other.step)
+        self._forward(forward, x, state, between_ops.between_ops)
+        other.finish()
+
+    def _input(self, task: Task, state: StepState) -> Bundle:
         (action,) = task.actions
-        i = action.microbatch
         if action.stage == 0:
             assert state.given.inputs is not None
-            x = Bundle((state.given.inputs[i],), (state.input_grads,), False)
-        else:
-            (x,) = self._arrived(task, state)
+            return Bundle((state.given.inputs[action.microbatch],), (state.input_grads,), False)
+        (x,) = self._arrived(task, state)
+        return x
+
+    def _forward(self, task: Task, x: Bundle, state: StepState, between_ops: Callable[[], None] | None) -> None:
+        (action,) = task.actions
+        i = action.microbatch
         finish = self._finish_of(i, state) if action.stage == self._last_stage else None
-        self._recorder.enter("compute", action)
         # A large message moves only while its sender is inside MPI: between hosts it would wait for this forward's end.
-        with rng.offset(state.offsets[i]), progressing(state.between_ops.between_ops):
+        with rng.offset(state.offsets[i]), progressing(between_ops):
             output, reached = self._stage[action.stage].forward(i, x, finish=finish, keep_tape=state.mode.keeps_tapes)
         state.hooks.forward_done(reached)
         for departure in task.makes:
             state.made[departure] = output
+        self._send(task, state)
 
     def _finish_of(self, i: int, state: StepState) -> Callable[[Any], Any]:
         """Return what the last stage does with its output: note it, and go on to the loss where there is one."""
@@ -105,22 +126,28 @@ class TaskRunner:
 
         return finish
 
-    def _run_backward(self, task: Task, state: StepState) -> None:
+    def _cotangents(self, task: Task, state: StepState) -> Sequence[Any]:
+        (action,) = task.actions
+        if action.stage == self._last_stage:
+            return [state.cotangents[action.microbatch]]
+        return [g for bundle in self._arrived(task, state) for g in bundle.arrays]
+
+    def _backward(self, task: Task, cotangents: Sequence[Any], state: StepState) -> Iterator[None]:
+        """Run a backward one op at a time; the last step keeps and sends what it gives."""
         (action,) = task.actions
         i = action.microbatch
         stage = self._stage[action.stage]
-        cotangents: Sequence[Any]
-        if action.stage == self._last_stage:
-            cotangents = [state.cotangents[i]]
-        else:
-            cotangents = [g for bundle in self._arrived(task, state) for g in bundle.arrays]
-        self._recorder.enter("compute", action)
-        run = stage.backward if action.kind is Kind.BW else stage.backward_input
-        input_grads = run(i, cotangents, state.hooks.backward_hooks())
+        run = stage.backward_steps if action.kind is Kind.BW else stage.backward_input_steps
+        input_grads = yield from run(i, cotangents, state.hooks.backward_hooks())
         for departure in task.makes:
             state.made[departure] = Bundle(input_grads, (False,) * len(input_grads), True)
         if action.stage == 0 and input_grads:
             (state.grads_of_input[i],) = input_grads
+        self._send(task, state)
+
+    def _send(self, task: Task, state: StepState) -> None:
+        for send in task.sends:
+            self._p2p.send(send, state.made.pop(send))
 
     def _arrived(self, task: Task, state: StepState) -> list[Bundle]:
         """Return what other stages made for a task: handed over on this rank, or received."""

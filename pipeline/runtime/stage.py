@@ -13,10 +13,12 @@ from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from minigrad.backend import Array, xp_of
 from minigrad.backprop import (
-    backward_input,
+    Steps,
+    backward_input_steps,
+    backward_steps,
     backward_weight,
-    backward_with_grad,
     reached_parameters,
+    to_the_end,
 )
 from minigrad.halves import DeferredGrads
 from minigrad.hooks import Hooks
@@ -27,6 +29,9 @@ from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.local_stages import LocalStages
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.schedules.schedule import Schedule
+
+Grads = tuple[Array, ...]
+"""Of a stage's inputs."""
 
 
 class PipelineStage(Sequential):
@@ -182,7 +187,7 @@ class PipelineStage(Sequential):
         self._tapes[microbatch] = _Tape([leaf for leaf in leaves if isinstance(leaf, Tensor)], roots, reached)
         return output, reached
 
-    def backward(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> tuple[Array, ...]:
+    def backward(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> Grads:
         """Run one micro-batch backward, both halves, and free its tape.
 
         Args:
@@ -190,22 +195,31 @@ class PipelineStage(Sequential):
         Returns:
             The gradients of the inputs that were to have one, zeros where nothing came back.
         """
+        return to_the_end(self.backward_steps(microbatch, cotangents, hooks))
+
+    def backward_steps(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> Steps[Grads]:
+        """Run `backward` one op at a time."""
         tape = self._tapes.pop(microbatch)
         roots, grads = tape.start(cotangents)
         if roots:
-            backward_with_grad(roots, grads, hooks=hooks)
+            yield from backward_steps(roots, grads, hooks=hooks)
         return tape.input_grads()
 
-    def backward_input(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> tuple[Array, ...]:
+    def backward_input(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> Grads:
         """Run the input half of a backward; keep what the weight half needs.
 
         Args:
             cotangents: of the outputs that gradients come back for.
         """
+        return to_the_end(self.backward_input_steps(microbatch, cotangents, hooks))
+
+    def backward_input_steps(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> Steps[Grads]:
+        """Run `backward_input` one op at a time."""
         tape = self._tapes.pop(microbatch)
         roots, grads = tape.start(cotangents)
         if roots:
-            self._deferred[microbatch] = backward_input(roots, grads, hooks=hooks), tape.reached
+            deferred = yield from backward_input_steps(roots, grads, hooks=hooks)
+            self._deferred[microbatch] = deferred, tape.reached
         return tape.input_grads()
 
     def backward_weight(self, microbatches: Sequence[int], hooks: Hooks) -> None:

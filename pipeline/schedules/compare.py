@@ -27,6 +27,7 @@ class Work:
     """What a micro-batch and a step cost on one rank.
 
     Attributes:
+        overlap: of the two of a pair; see `simulate`.
         latency: time of a message to another rank, beside its bytes.
         message_bytes: between two stages; one number for all boundaries, or one for each.
         bandwidth: bytes of a message in a unit of time.
@@ -43,6 +44,7 @@ class Work:
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
+    overlap: float = 0.0
     latency: float = 0.0
     message_bytes: PerStage = 0.0
     bandwidth: float = math.inf
@@ -100,6 +102,7 @@ def timeline_of(schedule: Schedule, num_ranks: int, num_microbatches: int, work:
         forward=work.forward * share,
         backward_input=work.backward_input * share,
         backward_weight=work.backward_weight * share,
+        overlap=work.overlap,
         latency=work.latency,
         message_bytes=work.message_bytes,
         bandwidth=work.bandwidth,

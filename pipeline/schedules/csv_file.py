@@ -3,8 +3,8 @@
     0F0, 0F1,     ,     , 0BW0, 0BW1
        , 1F0, 1BW0, 1F1, 1BW1
 
-Blank cells may stand for idle time; they are ignored, since when an action runs follows from what it waits for. The
-rows say which rank owns a stage.
+A forward and a backward that overlap are one cell, `0F4&3BW1`. Blank cells may stand for idle time; they are ignored,
+since when an action runs follows from what it waits for. The rows say which rank owns a stage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def parse(text: str) -> list[list[Action]]:
     Raises:
         ScheduleError: a cell is no action; the grid is drawn with the cell marked.
     """
-    kinds = ", ".join(kind.value for kind in Kind if kind.is_compute)  # a schedule's own; `lower` adds the others
+    kinds = ", ".join(kind.value for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))  # `lower` adds the others
     try:
         table = list(csv.reader(text.strip().splitlines()))
     except csv.Error as error:
@@ -47,7 +47,10 @@ def parse(text: str) -> list[list[Action]]:
             try:
                 orders[-1].append(Action.parse(cell))
             except ValueError:
-                rule = f"a cell is a stage, one of {kinds}, and a micro-batch, as 1F0"
+                rule = (
+                    f"a cell is a stage, one of {kinds}, and a micro-batch, as 1F0, or F of one micro-batch "
+                    "and a backward of another, as 0F4&3BW1"
+                )
                 raise ScheduleError(
                     f"{rule}; got {cell!r} on rank {rank}\n{draw_order(rows, [(rank, index)])}", [(rank, index)]
                 ) from None
@@ -71,9 +74,10 @@ def from_text(text: str, name: str) -> Schedule:
         raise ScheduleError(f"{name}: {fault}", fault.cells) from None
     if not orders:
         raise ScheduleError(f"{name}: a schedule has one row a rank, got none")
-    rank_of = {action.stage: rank for rank, order in reversed([*enumerate(orders)]) for action in order}
+    singles = [[single for action in order for single in action.singles] for order in orders]
+    rank_of = {action.stage: rank for rank, own in reversed([*enumerate(singles)]) for action in own}
     num_ranks, num_stages = len(orders), max(rank_of, default=-1) + 1
-    num_microbatches = 1 + max((action.microbatch for order in orders for action in order), default=0)
+    num_microbatches = 1 + max((action.microbatch for own in singles for action in own), default=0)
 
     def owner(stage: int, ranks: int) -> int:
         if ranks != num_ranks:

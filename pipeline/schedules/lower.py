@@ -38,7 +38,7 @@ def lower(
         raise ValueError(f"lookahead must be at least 0, got {lookahead}")
     for action in (action for order in orders for action in order):
         if not action.kind.is_compute:
-            raise ValueError(f"an order holds compute actions only (F, B, W, BW), got {action}")
+            raise ValueError(f"an order holds compute actions only (F, B, W, BW, F&B), got {action}")
     return [_program(order, rank, rank_of, len(orders), num_stages, lookahead) for rank, order in enumerate(orders)]
 
 

@@ -13,7 +13,7 @@ from statistics import median
 
 from pipeline.schedules.action import Action, Kind
 from pipeline.schedules.drawing.text import draw
-from pipeline.schedules.simulate import Timed, Timeline, simulate
+from pipeline.schedules.simulate import Timed, Timeline, simulate, stages_in
 
 Row = tuple[int, str, float, float, str]
 """An event as `distributed.trace` notes it: rank, name, start and end in seconds, category."""
@@ -75,7 +75,7 @@ def replicas(timeline: Timeline) -> list[Timeline]:
     Raises:
         ValueError: the ranks do not fall into pipelines of the same stages.
     """
-    stages_of = [{action.stage for action, _, _ in row} for row in timeline.rows]
+    stages_of = [stages_in(row) for row in timeline.rows]
     num_replicas = sum(0 in stages for stages in stages_of)
     size = len(stages_of) // max(num_replicas, 1)
     pipelines = [stages_of[start : start + size] for start in range(0, len(stages_of), max(size, 1))]
@@ -88,14 +88,19 @@ def replicas(timeline: Timeline) -> list[Timeline]:
 def times(*timelines: Timeline) -> dict[str, list[float]]:
     """Return the median time of F, B and W of every stage, as arguments of `simulate`. BW counts half to each of B, W.
 
+    A pair counts only where a stage runs nothing of the kind alone, with a third of its time to each part.
+
     Args:
         timelines: of the same orders; the ranks of several replicas are measurements of the same stages.
     """
     taken: dict[tuple[int, Kind], list[float]] = {}
+    in_pairs: dict[tuple[int, Kind], list[float]] = {}
     for row in (row for one in timelines for row in one.rows):
         for action, start, end in row:
             for part in action.parts:
-                taken.setdefault((part.stage, part.kind), []).append((end - start) / len(action.parts))
+                noted = in_pairs if action.kind is Kind.PAIR else taken
+                noted.setdefault((part.stage, part.kind), []).append((end - start) / len(action.parts))
+    taken = in_pairs | taken
     num_stages = 1 + max(stage for stage, _ in taken)
     return {
         name: [median(taken.get((stage, kind), [1.0])) for stage in range(num_stages)] for name, kind in _PARTS.items()

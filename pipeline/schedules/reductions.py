@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pipeline.schedules.action import Kind
 from pipeline.schedules.per_stage import PerStage
-from pipeline.schedules.simulate import Timed, Timeline
+from pipeline.schedules.simulate import Timed, Timeline, stages_in
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def hidden_share(timeline: Timeline, reduced: Sequence[Sequence[Reduction]]) -> 
 def _of_rank(row: Sequence[Timed], reductions: Reductions) -> list[Reduction]:
     reduced: list[Reduction] = []
     free = 0.0
-    for stage in sorted({action.stage for action, _, _ in row}, reverse=True):
+    for stage in sorted(stages_in(row), reverse=True):
         size = reductions.gradient_bytes
         size = size[stage] if isinstance(size, Sequence) else size
         if not size:
@@ -98,9 +98,10 @@ def _of_rank(row: Sequence[Timed], reductions: Reductions) -> list[Reduction]:
 
 def _window(row: Sequence[Timed], stage: int) -> tuple[float, float]:
     """Return from when until when the gradients of a stage become final."""
-    last = max(i for i, (action, _, _) in enumerate(row) if action.stage == stage)
-    if row[last].action.kind is Kind.F:
+    weights = [i for i, (action, _, _) in enumerate(row) for p in action.parts if (p.stage, p.kind) == (stage, Kind.W)]
+    if not weights:
         raise ValueError(f"reductions need a training step, got no backward of stage {stage}")
+    last = weights[-1]
     first = last
     if row[last].action.kind is Kind.W:  # side by side with those right before it
         while first and row[first - 1].action.kind is Kind.W and row[first - 1].action.stage == stage:

@@ -20,7 +20,7 @@ from pipeline.schedules.orders import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from pipeline.schedules.v_orders import dualpipev, v_half, v_min
+from pipeline.schedules.v_orders import dualpipev, dualpipev_overlap, v_half, v_min
 
 Order = Callable[[int, int, int], list[Action]]
 """`order(rank, num_ranks, num_microbatches)`: the compute actions of one rank."""
@@ -120,6 +120,7 @@ SCHEDULES = {
         Schedule("v_min", v_min, num_chunks=2, rank_of=v_shape),
         Schedule("v_half", v_half, num_chunks=2, rank_of=v_shape),
         Schedule("dualpipev", dualpipev, num_chunks=2, rank_of=v_shape),
+        Schedule("dualpipev_overlap", dualpipev_overlap, num_chunks=2, rank_of=v_shape),
     )
 }
 """What a training step can run by; forward_only, below, is for evaluation."""

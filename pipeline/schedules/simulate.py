@@ -110,8 +110,9 @@ class Timeline:
         """The same for every stage alone; of several ranks that hold it, as replicas do, the one with the most."""
         peaks: dict[int, int] = {}
         for row in self.rows:
-            for stage in {timed.action.stage for timed in row}:
-                peak = round(_peak([timed for timed in row if timed.action.stage == stage]))
+            stages = stages_in(row)
+            for stage in stages:
+                peak = round(_peak(row, [float(other == stage) for other in range(max(stages) + 1)]))
                 peaks[stage] = max(peaks.get(stage, 0), peak)
         return [peaks[stage] for stage in sorted(peaks)]
 
@@ -125,12 +126,18 @@ class Timeline:
         return [_peak(row, activations, deferred) for row in self.rows]
 
 
+def stages_in(row: Sequence[Timed]) -> set[int]:
+    """Return the stages whose actions are in a row."""
+    return {single.stage for timed in row for single in timed.action.singles}
+
+
 def _peak(row: Sequence[Timed], activations: PerStage = 1, deferred: PerStage = 0) -> float:
     def change(part: Action) -> float:
         kept, later = (x[part.stage] if isinstance(x, Sequence) else x for x in (activations, deferred))
         return {Kind.F: kept, Kind.B: later - kept, Kind.W: -later}[part.kind]
 
-    parts_of = [action.parts for action, _, _ in row]
+    # Of a pair both are held, until its backward is done.
+    parts_of = [single.parts for action, _, _ in row for single in action.singles]
     with_backward = {(part.stage, part.microbatch) for parts in parts_of for part in parts if part.kind is Kind.B}
     held = peak = 0.0
     for parts in parts_of:
@@ -177,6 +184,7 @@ def simulate(
     latency: float = 0.0,
     message_bytes: PerStage = 0.0,
     bandwidth: float = math.inf,
+    overlap: float = 0.0,
     link_of: LinkOf | None = None,
 ) -> Timeline:
     """Run the orders against a clock.
@@ -188,6 +196,8 @@ def simulate(
         message_bytes: size of an activation, and of its gradient: one for every boundary between two stages,
             or one for each, that behind stage 0 first.
         bandwidth: bytes that reach another rank in one unit of time.
+        overlap: how much of the shorter one of a pair runs beside the longer one: 0 where a pair takes as long as both
+            one after the other, 1 where it takes as long as the longer one.
         link_of: which messages share a link, as `link_of_host`; by default none. A link carries what was made first
             first, and the next message when the last byte of that has left.
     Raises:
@@ -200,6 +210,8 @@ def simulate(
             raise ValueError(f"every rank needs at least one action, got none on rank {rank}")
     if not 0 <= latency < math.inf:
         raise ValueError(f"latency must be at least 0 and finite, got {latency}")
+    if not 0 <= overlap <= 1:
+        raise ValueError(f"overlap must be from 0 to 1, got {overlap}")
     if not bandwidth > 0:
         raise ValueError(f"bandwidth must be positive, got {bandwidth}")
     times = {
@@ -211,7 +223,7 @@ def simulate(
         )
     }
     sizes = each("message_bytes", message_bytes, num_stages - 1, "boundaries")
-    clock = _Clock(orders, num_stages, times, latency, [size / bandwidth for size in sizes], link_of)
+    clock = _Clock(orders, num_stages, times, overlap, latency, [size / bandwidth for size in sizes], link_of)
     return Timeline(clock.run())
 
 
@@ -223,6 +235,7 @@ class _Clock:
         orders: Sequence[Sequence[Action]],
         num_stages: int,
         times: Mapping[Kind, Sequence[float]],
+        overlap: float,
         latency: float,
         transfer: Sequence[float],
         link_of: LinkOf | None,
@@ -230,10 +243,11 @@ class _Clock:
         self._orders = orders
         self._num_stages = num_stages
         self._times = times
+        self._overlap = overlap
         self._latency = latency
         self._transfer = transfer  # time on a link, a boundary
         self._link_of = link_of
-        self._rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        self._rank_of = {s.stage: rank for rank, order in enumerate(orders) for action in order for s in action.singles}
         self._rows: list[list[Timed]] = [[] for _ in orders]
         self._there: dict[tuple[int, Action], float] = {}  # when a rank has done a part, or has a message
         self._link_free: dict[Hashable, float] = {}
@@ -262,11 +276,16 @@ class _Clock:
         if None in since:
             return
         start = max([row[-1].end if row else 0.0, *(time for time in since if time is not None)])
-        end = start + sum(self._times[part.kind][action.stage] for part in action.parts)
+        end = start + self._time(action)
         if not start < end < math.inf:
             raise ValueError(f"the times differ by more than numbers can tell: {action} from {start:g} to {end:g}")
         row.append(Timed(action, start, end))
         heappush(self._ends, (end, rank))
+
+    def _time(self, action: Action) -> float:
+        """Return how long an action takes."""
+        times = [sum(self._times[part.kind][part.stage] for part in single.parts) for single in action.singles]
+        return sum(times) - (self._overlap * min(times) if action.kind is Kind.PAIR else 0.0)
 
     def _inputs(self, rank: int, action: Action) -> list[Action]:
         """Return what an action waits for: parts on its own rank, and messages from others."""

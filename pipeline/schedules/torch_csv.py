@@ -5,8 +5,8 @@ The grid is the same, a row a rank, but the letters are not:
     here    F    B (input half)    W    BW (both)
     there   F    I                 W    B
 
-PyTorch writes a forward and a backward that it overlaps as one cell, `(0F1;7B0)OVERLAP_F_B`. Here they are two actions
-in this order. Its files may hold communication; that is left out, since it follows from the order.
+PyTorch writes a pair, `0F1&7BW0` here, as `(0F1;7B0)OVERLAP_F_B`. Its files may hold communication; that is left out,
+since it follows from the order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import csv
 import re
 from collections.abc import Sequence
 
-from pipeline.schedules.action import Action, Kind, ScheduleError
+from pipeline.schedules.action import Action, Kind, ScheduleError, pair
 
 _THERE = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _HERE = {letter: kind for kind, letter in _THERE.items()}
@@ -32,12 +32,9 @@ def dump_torch(orders: Sequence[Sequence[Action]]) -> str:
     """
     for order in orders:
         for action in order:
-            if action.kind not in _THERE:
-                raise ValueError(f"an order holds compute actions only (F, B, W, BW), got {action}")
-    return "".join(
-        ",".join(f"{action.stage}{_THERE[action.kind]}{action.microbatch}" for action in order) + "\n"
-        for order in orders
-    )
+            if not action.kind.is_compute:
+                raise ValueError(f"an order holds compute actions only (F, B, W, BW, F&B), got {action}")
+    return "".join(",".join(map(_written, order)) + "\n" for order in orders)
 
 
 def parse_torch(text: str) -> list[list[Action]]:
@@ -47,29 +44,36 @@ def parse_torch(text: str) -> list[list[Action]]:
         ScheduleError: a cell is nothing that PyTorch writes.
     """
     return [
-        [
-            action
-            for index, cell in enumerate(row)
-            for part in _parts(cell.strip())
-            for action in _read(part, cell.strip(), rank, index)
-        ]
+        [action for index, cell in enumerate(row) for action in _read(cell.strip(), rank, index)]
         for rank, row in enumerate(csv.reader(text.strip().splitlines()))
     ]
 
 
-def _parts(cell: str) -> list[str]:
-    pair = _OVERLAPPED.fullmatch(cell)
-    return [cell] * bool(cell) if pair is None else [part.strip() for part in pair.groups()]
+def _written(action: Action) -> str:
+    if action.beside is not None:
+        return f"({';'.join(map(_written, action.singles))})OVERLAP_F_B"
+    return f"{action.stage}{_THERE[action.kind]}{action.microbatch}"
 
 
-def _read(part: str, cell: str, rank: int, index: int) -> list[Action]:
-    match = _CELL.fullmatch(part)
-    if match is not None and match[2] in _COMMUNICATION:
-        return []
-    if match is None or match[2] not in _HERE or not match[3]:
+def _read(cell: str, rank: int, index: int) -> list[Action]:
+    """Return the action of a cell; none where it is blank or communication."""
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    try:
+        if overlapped is not None:
+            return [pair(*map(_single, overlapped.groups()))]
+        match = _CELL.fullmatch(cell)
+        is_communication = match is not None and match[2] in _COMMUNICATION
+        return [] if not cell or is_communication else [_single(cell)]
+    except ValueError:
         raise ScheduleError(
-            f"a cell of PyTorch is a stage, one of {', '.join(_HERE)}, and a micro-batch, as 1F0, or two overlapped, "
-            f"as (0F1;1B0)OVERLAP_F_B; got {cell!r} on rank {rank}",
+            f"a cell of PyTorch is a stage, one of {', '.join(_HERE)}, and a micro-batch, as 1F0, or two of different "
+            f"micro-batches overlapped, as (0F1;1B0)OVERLAP_F_B; got {cell!r} on rank {rank}",
             [(rank, index)],
-        )
-    return [Action(_HERE[match[2]], int(match[1]), int(match[3]))]
+        ) from None
+
+
+def _single(cell: str) -> Action:
+    match = _CELL.fullmatch(cell.strip())
+    if match is None or match[2] not in _HERE or not match[3]:
+        raise ValueError
+    return Action(_HERE[match[2]], int(match[1]), int(match[3]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from pipeline.schedules.action import BW, Action, B, F, Kind, W
+from pipeline.schedules.action import BW, Action, B, F, Kind, W, pair
 from pipeline.schedules.greedy import Rule, build
 from pipeline.schedules.problem import Problem
 
@@ -95,22 +95,38 @@ def dualpipev(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
         rank 0 |0F0|0F1|0F2|3F0|3B0|3W0|3F1|0F3|3B1    |3F2|0B0    |3B2    |3F3|   |0B1    |3B3    |0B2|0W2|0B3|0W3|
         rank 1     |1F0|2F0|1F1|2F1|1F2|2B0    |2F2|1B0    |1F3|2B1    |2F3|1B1    |2B2    |1B2    |2B3|1B3|2W3|1W3|
 
-    Where a runtime overlaps the two of a pair, the messages of each move while the other computes. Here they run one
-    after the other, so that each starts as soon as its own inputs are there.
+    The two of a pair run one after the other here, so that each starts as soon as its own inputs are there;
+    `dualpipev_overlap` runs them at the same time.
 
-    Span bubble: (P - 1) (F + B - W) of a chunk's actions where F = B and M >= 2P. (Pairs that start together, F&B long,
-    have (P - 1) (F&B + B - 2W).) Peak: 2P + 1 stage inputs, where M >= 2P.
+    Span bubble: (P - 1) (F + B - W) of a chunk's actions where F = B and M >= 2P. Peak: 2P + 1 stage inputs, where
+    M >= 2P.
     Source: DeepSeek-AI 2024 (arXiv 2412.19437), DualPipe, as cut in half in the authors' published code, where
     M >= 2P; for fewer micro-batches, those that there are not fall out of the order for 2P.
+    """
+    return [single for action in dualpipev_overlap(rank, num_ranks, num_microbatches) for single in action.singles]
+
+
+def dualpipev_overlap(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    """Order the pairs of `dualpipev` as one action each, so that one's messages move while the other computes.
+
+        rank 0 |0F0|0F1|0F2|3F0|3B0|3W0|3F1|0F3&3B1    |   |3F2&0B0    |3B2    |   |3F3&0B1    |3B3    |0B2|0W2|0B3|0W3|
+        rank 1     |1F0|2F0|1F1|2F1|1F2|2B0    |2F2&1B0    |1F3&2B1    |2F3&1B1    |2B2    |1B2    |   |2B3|1B3|2W3|1W3|
+
+    A pair starts once the inputs of both are there; so the very first backward, on the last rank, is in none.
+
+    Makespan, where F = B and M >= 2P, with F&B from max(F, B + W) to F + B + W: 3P F + (2M - P - 2) F&B
+    + (2P + 1) B + 3W of a chunk's actions. Span bubble, with F&B = F + B + W: (P - 1) (F&B + B - 2W). Peak: 2P + 1
+    stage inputs, where M >= 2P.
+    Source: as `dualpipev`.
     """
     down, up = rank, 2 * num_ranks - 1 - rank
     below = num_ranks - 1 - rank
     count: Counter[tuple[Kind, int]] = Counter()
-    order: list[Action] = []
+    order: list[tuple[Action, ...]] = []  # of two, a pair
     put_off: list[Action] = []  # weight halves that are still to come
 
     def add(kind: Kind, stage: int) -> None:
-        order.append(Action(kind, stage, count[kind, stage]))
+        order.append((Action(kind, stage, count[kind, stage]),))
         count[kind, stage] += 1
 
     def forward(stage: int) -> None:
@@ -119,9 +135,14 @@ def dualpipev(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     def backward(stage: int, *, split: bool = False) -> None:
         microbatch = count[Kind.B, stage]
         count[Kind.B, stage] += 1
-        order.append(B(stage, microbatch) if split else BW(stage, microbatch))
+        order.append((B(stage, microbatch) if split else BW(stage, microbatch),))
         if split:
             put_off.append(W(stage, microbatch))
+
+    def both(forward_stage: int, backward_stage: int) -> None:
+        forward(forward_stage)
+        backward(backward_stage)
+        order[-2:] = [order[-2] + order[-1]]
 
     for _ in range(2 * below):  # warmup: down
         forward(down)
@@ -130,22 +151,25 @@ def dualpipev(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
         forward(up)
     for _ in range(below):  # the first backwards, whose weight halves wait for nobody
         backward(up, split=True)
-        order.append(put_off.pop(0))
+        order.append((put_off.pop(0),))
         forward(up)
-    for _ in range(max(num_microbatches - 2 * num_ranks, 0) + rank + 1):  # steady: pairs
-        forward(down)
-        backward(up)
-        forward(up)
-        backward(down)
+    for i in range(max(num_microbatches - 2 * num_ranks, 0) + rank + 1):  # steady: pairs
+        if i == below == 0:  # the first backward of all waits for nobody but this rank
+            forward(down)
+            backward(up)
+        else:
+            both(down, up)
+        both(up, down)
     for _ in range(below):  # cooldown: pairs on the way up
         backward(up)
-        forward(up)
-        backward(down)
+        both(up, down)
     # Then backwards alone, of which the second half leaves its weight halves to the end.
     alone = [stage for _ in range(rank + 1) for stage in (up, down)]
     for index, stage in enumerate(alone):
         backward(stage, split=index >= rank + 1)
     for _ in range(below):
-        order.append(put_off.pop(0))
+        order.append((put_off.pop(0),))
         backward(down, split=True)
-    return [action for action in order + put_off if action.microbatch < num_microbatches]
+    order += [(weights,) for weights in put_off]
+    there = [tuple(action for action in entry if action.microbatch < num_microbatches) for entry in order]
+    return [pair(*entry) if len(entry) == 2 else entry[0] for entry in there if entry]

@@ -61,14 +61,15 @@ def _check_cells(
             cell = (rank, index)
             found = f"got {action} on rank {rank}"
             if not action.kind.is_compute:
-                raise ScheduleError(f"an order holds compute actions only (F, B, W, BW), {found}", [cell])
-            if not 0 <= action.stage < num_stages:
-                raise ScheduleError(f"stages are numbered 0 to {num_stages - 1}, {found}", [cell])
-            if not 0 <= action.microbatch < num_microbatches:
-                raise ScheduleError(f"micro-batches are numbered 0 to {num_microbatches - 1}, {found}", [cell])
-            owner = rank_of(action.stage, len(orders))
-            if owner != rank:
-                raise ScheduleError(f"stage {action.stage} belongs to rank {owner}, {found}", [cell])
+                raise ScheduleError(f"an order holds compute actions only (F, B, W, BW, F&B), {found}", [cell])
+            for single in action.singles:
+                if not 0 <= single.stage < num_stages:
+                    raise ScheduleError(f"stages are numbered 0 to {num_stages - 1}, {found}", [cell])
+                if not 0 <= single.microbatch < num_microbatches:
+                    raise ScheduleError(f"micro-batches are numbered 0 to {num_microbatches - 1}, {found}", [cell])
+                owner = rank_of(single.stage, len(orders))
+                if owner != rank:
+                    raise ScheduleError(f"stage {single.stage} belongs to rank {owner}, {found}", [cell])
             for part in action.parts:
                 if part in done:
                     raise ScheduleError(

@@ -71,7 +71,7 @@ def _with_buckets(
     program: Sequence[Action], buckets: Sequence[Bucket], ranks: tuple[int, ...]
 ) -> tuple[list[Step], list[Collective]]:
     """Return a rank's program with its buckets where they are launched, and those that come after it."""
-    last = {action.stage: index for index, action in enumerate(program) if action.kind in (Kind.W, Kind.BW)}
+    last = {part.stage: i for i, action in enumerate(program) for part in action.parts if part.kind is Kind.W}
     launched: dict[int, list[Collective]] = {}
     late: list[Collective] = []
     place = -1

@@ -150,6 +150,7 @@ zbv                   12.5        0.0417       0.0000      0.9600  2 2
 v_min                 13.5        0.1250       0.1111      0.8889  1 1
 v_half                12.5        0.0417       0.0000      0.9600  2 2
 dualpipev             12.5        0.0417       0.0400      0.9600  2.5 2.5
+dualpipev_overlap        13        0.0833       0.0769      0.9231  2.5 2.5
 """
 
 
@@ -187,7 +188,8 @@ def test_a_bad_cell_names_its_file(tmp_path, capsys):
     path.write_text("0F0,0X1\n")
     assert main(["check", str(path)]) == 2
     assert capsys.readouterr().err.startswith(
-        "python -m pipeline: mine.csv: a cell is a stage, one of F, B, W, BW, and a micro-batch, as 1F0; got '0X1'"
+        "python -m pipeline: mine.csv: a cell is a stage, one of F, B, W, BW, and a micro-batch, as 1F0, or F of one "
+        "micro-batch and a backward of another, as 0F4&3BW1; got '0X1'"
     )
 
 

@@ -152,7 +152,7 @@ def test_compare_has_names_files_functions_and_a_search_side_by_side(tmp_path, c
         (["sweep", "--ranks", "4..2"], "must go from a number to a larger one, got '4..2'"),
         (["sweep", "--ranks", "0..2"], "must be a whole number of at least 1, got '0'"),
         (["sweep", "--memory", "8GB"], "must be a number of at least 0, with or without one of KiB, MiB, GiB, TiB"),
-        (["sweep", "--svg", "x.svg"], "--svg draws one schedule, got 10"),
+        (["sweep", "--svg", "x.svg"], "--svg draws one schedule, got 11"),
         (["sweep", "interleaved_1f1b", "--microbatches", "3"], "no schedule allows any of these sizes"),
         (
             ["sweep", "1f1b", "--svg", "x.svg", "--ranks", "2,3", "--memory", "1,2", "--latency", "0,1"],

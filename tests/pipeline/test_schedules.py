@@ -26,7 +26,7 @@ from pipeline import (
 )
 from pipeline.schedules.orders import interleaved_1f1b_order, looped_bfs_order
 from pipeline.schedules.schedule import v_shape
-from pipeline.schedules.v_orders import dualpipev, v_half, v_min
+from pipeline.schedules.v_orders import dualpipev, dualpipev_overlap, v_half, v_min
 
 TIMES = [(1, 1, 1), (1.5, 1.25, 0.75), (2, 2, 1), (3, 2.5, 2), (1, 1.2, 0.9)]  # of F, B and W on a rank
 ALL = {**SCHEDULES, "forward_only": FORWARD_ONLY}
@@ -123,6 +123,10 @@ rank 1     |1F0|2F0|1F1|2F1|2B0|1B0|2B1|1B1|1F2|2F2|1W0|2W0|2B2|1B2|1W1|2W1|1W2|
 rank 0 |0F0|0F1|0F2|3F0|3B0|3W0|3F1|0F3|3B1    |3F2|0B0    |3B2    |3F3|   |0B1    |3B3    |0B2|0W2|0B3|0W3|
 rank 1     |1F0|2F0|1F1|2F1|1F2|2B0    |2F2|1B0    |1F3|2B1    |2F3|1B1    |2B2    |1B2    |2B3|1B3|2W3|1W3|
 """,
+    ("dualpipev_overlap", 2, 4): """
+rank 0 |0F0|0F1|0F2|3F0|3B0|3W0|3F1|0F3&3B1    |   |3F2&0B0    |3B2    |   |3F3&0B1    |3B3    |0B2|0W2|0B3|0W3|
+rank 1     |1F0|2F0|1F1|2F1|1F2|2B0    |2F2&1B0    |1F3&2B1    |2F3&1B1    |2B2    |1B2    |   |2B3|1B3|2W3|1W3|
+""",
     ("zbv", 2, 1): """
 rank 0 |0F0|       |3F0|3B0|3W0|       |0B0|0W0|
 rank 1     |1F0|2F0|       |2B0|2W0|1B0|1W0|
@@ -149,6 +153,7 @@ def test_looks_like_its_drawing(case):
         (v_min, ("v_min", 2, 3)),
         (v_half, ("v_half", 2, 3)),
         (dualpipev, ("dualpipev", 2, 4)),
+        (dualpipev_overlap, ("dualpipev_overlap", 2, 4)),
     ],
 )
 def test_the_docstring_shows_the_same_drawing(order, case):
@@ -184,6 +189,7 @@ def idle(p, m, v, f, b, w):
         "v_min": (4 * p - (5 if p % 3 else 3)) * f / 2 if f == b == w and m >= p else None,
         "v_half": None,  # an upper bound, see below
         "dualpipev": (p - 1) * (f + b - w) / 2 if m >= 2 * p and f == b else None,
+        "dualpipev_overlap": (p - 1) * ((f + b + w) + b - 2 * w) / 2 if m >= 2 * p and f == b else None,
     }
 
 
@@ -192,6 +198,7 @@ IS_SPAN = (
     "zbv",
     "v_min",
     "dualpipev",
+    "dualpipev_overlap",
 )  # the papers count the idle time inside a rank's span; elsewhere up to the makespan
 
 
@@ -222,7 +229,7 @@ def test_the_peak_is_what_the_formula_says(schedule):
     for p, m in sizes(schedule):
         if schedule.name in ("v_min", "v_half"):
             continue  # at most what their papers say, see below
-        if (schedule.name == "zbv" and m < 2 * p - 1) or (schedule.name == "dualpipev" and m < 2 * p):
+        if (schedule.name == "zbv" and m < 2 * p - 1) or ("dualpipev" in schedule.name and m < 2 * p):
             continue
         peaks = {
             "forward_only": [0] * p,
@@ -234,6 +241,7 @@ def test_the_peak_is_what_the_formula_says(schedule):
             "zero_bubble_h2": [min(m, 2 * (p - rank) - 1) for rank in range(p)],
             "zbv": [2 * p] * p,
             "dualpipev": [2 * p + 1] * p,
+            "dualpipev_overlap": [2 * p + 1] * p,
         }
         timeline = simulate(schedule.orders(p, m), num_stages=schedule.num_stages(p))
         assert timeline.peak_microbatches == peaks[schedule.name], (p, m)
@@ -272,7 +280,7 @@ def test_the_weight_halves_of_zero_bubble_take_the_memory_that_the_paper_says(na
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_all_schedules_sum_the_gradients_of_a_stage_in_one_order(schedule):
     for p, m in sizes(schedule):
-        for order in schedule.orders(p, m):
+        for order in ([single for a in order for single in a.singles] for order in schedule.orders(p, m)):
             for stage, kinds in product({action.stage for action in order}, (("B", "BW"), ("W", "BW"))):
                 numbers = [a.microbatch for a in order if a.stage == stage and a.kind.value in kinds]
                 assert numbers == list(range(m)), (p, m)
@@ -280,7 +288,7 @@ def test_all_schedules_sum_the_gradients_of_a_stage_in_one_order(schedule):
 
 def test_the_table_is_keyed_by_name():
     names = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1", "zero_bubble_h2", "zbv"]
-    names += ["v_min", "v_half", "dualpipev"]
+    names += ["v_min", "v_half", "dualpipev", "dualpipev_overlap"]
     assert [schedule.name for schedule in SCHEDULES.values()] == list(SCHEDULES) == names
     assert all(schedule.trains for schedule in SCHEDULES.values())
     assert not FORWARD_ONLY.trains

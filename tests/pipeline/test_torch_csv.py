@@ -4,6 +4,7 @@ import pytest
 
 from pipeline import BW, SCHEDULES, B, F, ScheduleError, W
 from pipeline.cli.main import main
+from pipeline.schedules.action import pair
 from pipeline.schedules.torch_csv import dump_torch, parse_torch
 
 
@@ -17,12 +18,15 @@ def test_the_letters_are_those_of_pytorch():
     assert dump_torch([[F(0, 0), B(0, 0), W(0, 0)], [F(1, 0), BW(1, 0)]]) == "0F0,0I0,0W0\n1F0,1B0\n"
 
 
-def test_pairs_come_apart_and_communication_is_left_out():
+def test_a_pair_is_one_cell_and_communication_is_left_out():
     text = "0F0,,(0F1;3B0)OVERLAP_F_B,0SEND_F1,0UNSHARD,0REDUCE_GRAD\n1RECV_F0, 1F0 ,1I0\n"
-    assert parse_torch(text) == [[F(0, 0), F(0, 1), BW(3, 0)], [F(1, 0), B(1, 0)]]
+    assert parse_torch(text) == [[F(0, 0), pair(F(0, 1), BW(3, 0))], [F(1, 0), B(1, 0)]]
+    assert dump_torch(parse_torch(text)) == "0F0,(0F1;3B0)OVERLAP_F_B\n1F0,1I0\n"
 
 
-@pytest.mark.parametrize("cell", ["0BW0", "F0", "0F", "(0F1;3X0)OVERLAP_F_B", "0F0;"])
+@pytest.mark.parametrize(
+    "cell", ["0BW0", "F0", "0F", *(f"({both})OVERLAP_F_B" for both in ("0F1;3X0", "0F1;3B1", "3B0;0F1")), "0F0;"]
+)
 def test_a_wrong_cell_is_named(cell):
     with pytest.raises(ScheduleError, match="a cell of PyTorch is a stage, one of F, I, W, B") as caught:
         parse_torch(f"0F0\n1F0,{cell}\n")

@@ -133,7 +133,7 @@ rank 1  1F0   1BW0  1F1   1BW1
 0F0  0SEND_F0  0F1  0BW0 0BW1
 1F0  1BW0 1F1  1BW1
 """,
-        "an order holds compute actions only (F, B, W, BW), got 0SEND_F0 on rank 0",
+        "an order holds compute actions only (F, B, W, BW, F&B), got 0SEND_F0 on rank 0",
         """
 rank 0  0F0      [0SEND_F0] 0F1       0BW0      0BW1 <-- here
 rank 1  1F0       1BW0      1F1       1BW1

@@ -41,7 +41,7 @@ def test_what_equals_one_process_is_accepted(case: Case, schedule: str, dp: int,
     assert str(report).startswith(f"dp={dp} pp={pp} {schedule} micro-batches=3: {report.num_steps} steps, ")
 
 
-@pytest.mark.parametrize("schedule", ["v_min", "v_half", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["v_min", "v_half", "dualpipev", "dualpipev_overlap"])
 def test_the_v_schedules_train_as_one_process_with_replicas_and_tied_weights(schedule: str) -> None:
     report = verify(GPT_CASE, dp=2, pp=2, schedule=schedule, num_microbatches=4)
     assert report.largest_difference < GPT_CASE.rtol
@@ -81,7 +81,7 @@ def test_a_wrong_micro_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         r"^\[rank 0\] dp 0, pp 0: step 0: the gradient of 'embed.position' differs by .*, on stage 0; "
         "the part of micro-batch 2 is the first wrong one$"
     )
-    expect(monkeypatch, PipelineStage, "backward", broken, message)
+    expect(monkeypatch, PipelineStage, "backward_steps", broken, message)
 
 
 def test_a_wrong_reduction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(dtype: Any) -
 def test_a_small_fault_in_a_gradient_that_is_zero_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(backward: Any) -> Any:
         def adds_a_little(self: Any, *args: Any) -> Any:
-            result = backward(self, *args)
+            result = yield from backward(self, *args)
             for name, p in self.named_parameters():
                 if name.endswith("a0.key.bias"):
                     p.grad[...] += 1e-12
@@ -247,6 +247,6 @@ def test_a_small_fault_in_a_gradient_that_is_zero_is_found(monkeypatch: pytest.M
 
         return adds_a_little
 
-    monkeypatch.setattr(PipelineStage, "backward", faulty(PipelineStage.backward))
+    monkeypatch.setattr(PipelineStage, "backward_steps", faulty(PipelineStage.backward_steps))
     with pytest.raises(MismatchError, match=r"the gradient of 'a0\.key\.bias' differs"):
         verify(attention_case(), pp=2, num_microbatches=2)

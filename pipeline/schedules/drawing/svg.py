@@ -17,7 +17,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from pipeline.schedules.action import Kind
-from pipeline.schedules.simulate import Timeline
+from pipeline.schedules.simulate import Timeline, stages_in
 
 # One hue a kind; of it, the lighter the later chunk. Dark words are readable on all of them.
 HUES = {Kind.F: (210, 78), Kind.B: (152, 48), Kind.W: (38, 88), Kind.BW: (152, 48)}
@@ -74,7 +74,8 @@ def picture(
 ) -> Picture:
     """Lay a timeline out: a row a rank, a box an action with its micro-batch, grey where a rank is idle.
 
-    Colours are kinds, shades are the chunks of a rank. The line under the title says what the schedule costs.
+    Colours are kinds, shades are the chunks of a rank; of a pair the forward is drawn above the backward. The line
+    under the title says what the schedule costs.
 
     Args:
         scale: points per unit of time. By default the shortest action is as wide as its number; a measured one may be
@@ -120,18 +121,20 @@ def _add_band(
         middle = y + ROW_HEIGHT / 2
         words.append(Words(MARGIN, middle, f"rank {rank}", 11, MUTED))
         boxes.append(Box(left, y, scale * (end - begin), ROW_HEIGHT, IDLE))
-        chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({timed.action.stage for timed in row}))}
+        chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(stages_in(row)))}
         for action, first, last in row:
             shown = min(last, end) - max(first, begin)
             if shown <= 1e-9 * (last - first):
                 continue
             x, width = left + scale * (max(first, begin) - begin), scale * shown
             gap = min(1.0, width / 4)
-            colour = _colour(action.kind, chunk_of[action.stage])
-            boxes.append(Box(x + gap / 2, y, width - gap, ROW_HEIGHT, colour))
-            number = str(action.microbatch)
-            if width > DIGIT_WIDTH * len(number):
-                words.append(Words(x + width / 2, middle, number, 10.5, INK, "middle"))
+            height = ROW_HEIGHT / len(action.singles)
+            for place, single in enumerate(action.singles):
+                colour = _colour(single.kind, chunk_of[single.stage])
+                boxes.append(Box(x + gap / 2, y + place * height, width - gap, height, colour))
+                number = str(single.microbatch)
+                if width > DIGIT_WIDTH * len(number):
+                    words.append(Words(x + width / 2, y + (place + 0.5) * height, number, 10.5, INK, "middle"))
 
 
 def stacked(timelines: Sequence[tuple[Timeline, str]]) -> Picture:
@@ -185,8 +188,8 @@ def _colour(kind: Kind, chunk: int) -> str:
 
 def _add_legend(timeline: Timeline, x: float, y: float, boxes: list[Box], words: list[Words]) -> float:
     """Explain the colours that occur, with a shade for each chunk; return where the legend ends."""
-    occurring = {timed.action.kind for row in timeline.rows for timed in row}
-    num_chunks = max(len({timed.action.stage for timed in row}) for row in timeline.rows)
+    occurring = {single.kind for row in timeline.rows for timed in row for single in timed.action.singles}
+    num_chunks = max(len(stages_in(row)) for row in timeline.rows)
     entries = [(NAMES[kind], [_colour(kind, c) for c in range(num_chunks)]) for kind in NAMES if kind in occurring]
     for name, colours in [*entries, ("idle", [IDLE])]:
         for colour in colours:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.schedules.action import Action
-from pipeline.schedules.simulate import Timeline
+from pipeline.schedules.simulate import Timeline, stages_in
 
 MOST_LETTERS = 1_000_000  # of a drawing against time
 MOST_CELLS = 400  # of orders that are drawn whole
@@ -19,7 +20,7 @@ def draw(timeline: Timeline, *, width: int | None = None) -> str:
         rank 1    |F0|B0   |F1|B1   |F2|B2   |
 
     The shortest action is one column wide and the others in proportion; space is idle time. A full backward is a
-    wide B. A rank with several stages names the stage first, as in `2F0`.
+    wide B. A rank with several stages names the stage first, as in `2F0`. A pair is one box, as `0F4&3B1`.
 
     Args:
         width: letters of a line; what is longer goes on in further lines below.
@@ -27,15 +28,20 @@ def draw(timeline: Timeline, *, width: int | None = None) -> str:
         ValueError: there is no room for one action in a line, or it would have more than MOST_LETTERS, because the
             times differ so much or there are so many.
     """
-    several_stages = any(len({action.stage for action, _, _ in row}) > 1 for row in timeline.rows)
+    several_stages = any(len(stages_in(row)) > 1 for row in timeline.rows)
 
     def label(action: Action) -> str:
+        if action.beside is not None:
+            return "&".join(map(label, action.singles))
         # B and BW are one letter, so that the micro-batch numbers stand one under the other.
         stage = str(action.stage) if several_stages else ""
         return f"{stage}{action.kind.value[0]}{action.microbatch}"
 
     shortest = min(end - start for row in timeline.rows for _, start, end in row)
-    column = 1 + max(len(label(action)) for row in timeline.rows for action, _, _ in row)  # with its bar
+    # With its bar. A pair's label is long, and has the width of its own time.
+    column = 1 + max(len(label(single)) for row in timeline.rows for timed in row for single in timed.action.singles)
+    pairs = [(action, end - start) for row in timeline.rows for action, start, end in row if action.beside is not None]
+    column = max([column, *(math.ceil((1 + len(label(action))) * shortest / time) for action, time in pairs)])
 
     num_letters = timeline.makespan / shortest * column * len(timeline.rows)
     if not num_letters <= MOST_LETTERS:

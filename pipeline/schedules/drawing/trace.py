@@ -118,7 +118,10 @@ class _Page:
         _, name, start, end, category = event
         x, length = self._place(start, end)
         gap = min(1.0, length / 4)
-        self.boxes.append(Box(x, self.top, length - gap, ROW_HEIGHT, _colour(category, name)))
+        together = name.split("&")  # a pair: one above the other
+        height = ROW_HEIGHT / len(together)
+        for place, one in enumerate(together):
+            self.boxes.append(Box(x, self.top + place * height, length - gap, height, _colour(category, one)))
         if length > LETTER_WIDTH * len(name) + 4:
             self.words.append(Words(x + length / 2, self.top + ROW_HEIGHT / 2, name, 10.5, INK, "middle"))
 
@@ -156,7 +159,11 @@ class _Page:
 
     def add_legend(self, events: Sequence[Row]) -> None:
         """Explain the colours that occur."""
-        entries = {_label(category, name): _colour(category, name) for _, name, _, _, category in events}
+        entries = {
+            _label(category, one): _colour(category, one)
+            for _, name, _, _, category in events
+            for one in name.split("&")
+        }
         x, y = self.left, self.top + LEGEND_HEIGHT / 2
         for label, colour in sorted(entries.items(), key=lambda entry: _LEGEND.index(entry[0])):
             self.boxes.append(Box(x, y - 6, 12, 12, colour))
