@@ -121,6 +121,7 @@ test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PY
 
 bench-gpu:  ## a training step on one GPU, or with RANKS=2 on two, beside PyTorch, with a Python that has both: GPU_PYTHON=python3
 	$(if $(filter 1,$(GPU_RANKS)),$(GPU_PYTHON) benchmarks/gpu.py,$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_ddp.py)
+	$(if $(filter 1,$(GPU_RANKS)),,$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_pipeline.py)
 	$(if $(filter 1,$(GPU_RANKS)),CUPY_TF32=1 $(GPU_PYTHON) benchmarks/gpu.py)
 
 bench-generation: $(PEERS)  ## tokens a second that a GPT writes, beside PyTorch; takes 2 minutes

@@ -59,14 +59,10 @@ class SideStream:
 
 
 class StreamWork(Work):
-    """An operation on a side stream.
-
-    Attributes:
-        done: the event at its end.
-    """
+    """An operation on a side stream."""
 
     def __init__(self, cp: Any, result: Array, read: Array | None, done: Any, *, is_captured: bool) -> None:
-        self.done = done
+        self._done = done
         self._cp = cp
         self._result = result
         self._read = read
@@ -74,7 +70,7 @@ class StreamWork(Work):
 
     def wait(self) -> Array:
         """Let the current stream wait; the host goes on."""
-        self._cp.cuda.get_current_stream().wait_event(self.done)
+        self._cp.cuda.get_current_stream().wait_event(self._done)
         return self._result
 
     def test(self) -> bool:
@@ -82,4 +78,8 @@ class StreamWork(Work):
 
     def is_over(self) -> bool:
         """Return whether its arrays can go: the GPU is done with it, or a graph has it, and its capture is over."""
-        return self._is_captured or bool(self.done.done)
+        return self._is_captured or bool(self._done.done)
+
+    @property
+    def done_event(self) -> Any:
+        return self._done

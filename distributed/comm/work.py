@@ -28,6 +28,11 @@ class Work(ABC):
         Once it has returned True the result is there, and wait() does not block.
         """
 
+    @property
+    def done_event(self) -> Any:
+        """The event of a GPU at which it is over, where it runs on one; None elsewhere."""
+        return None
+
 
 class CompletedWork(Work):
     """An operation that was over at once."""

@@ -17,7 +17,9 @@ from distributed.data_parallel.join import until_all_are_through
 from distributed.data_parallel.reduction import Reduction
 from distributed.data_parallel.replicas import BUFFERS, broadcast_params, check_equal, check_layout, sync_buffers
 from distributed.data_parallel.shares import NO_SAMPLES, Share, count
+from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
+from minigrad.backend import xp_of
 from minigrad.hooks import Hooks
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer, is_matrix
@@ -115,7 +117,10 @@ class DistributedDataParallel:
         same_on_all(self.comm, "setting", [f"{name}={value}" for name, value in settings.items()])
         self._is_exact = reduction.is_exact
         self._is_whole_step = recorder is None  # or the pipeline says what is computed
-        self.recorder = Recorder(first=("compute", "forward")) if recorder is None else recorder
+        if recorder is None:
+            xp = xp_of(next((p.data for p in self.params), None))
+            recorder = Recorder(first=("compute", "forward"), clock=clock_of(xp))
+        self.recorder = recorder
         last = getattr(model, "tied", ())
         self.buckets = reduction.buckets(self.params, self.comm, last=last, recorder=self.recorder)
         check_buckets(self.buckets, self.comm)

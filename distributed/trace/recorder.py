@@ -9,8 +9,8 @@ Replicas of a pipeline share its recorder: `DistributedDataParallel(stages, mesh
 
 A rank is at any moment in one state: it computes (forward, backward, optimizer, or an action of a schedule), waits for
 others, posts or sends a message, opens or closes the step. Besides, messages and buckets are under way; one counts as
-complete when this rank first sees that it is, at the latest after the op that it was in. On a GPU the time of an action
-is that of launching its kernels.
+complete when this rank first sees that it is, at the latest after the op that it was in. On a GPU times are the GPU's
+own: see `clock.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distributed.comm.communicator import Array, Communicator, Work
+from distributed.trace.clock import Clock, HostClock
 from distributed.trace.perfetto import Event
 from minigrad.hooks import Hooks
 
@@ -31,11 +32,11 @@ CommHook = Callable[[Array, Communicator], Work]
 
 
 class Note(NamedTuple):
-    """An Event on this rank's own clock."""
+    """An Event on this rank's own clock, in seconds, or in moments of it while it is noted."""
 
     name: str
-    start: float
-    end: float
+    start: Any
+    end: Any
     category: str
 
 
@@ -44,21 +45,27 @@ class Recorder:
 
     Args:
         first: category and name of what a rank does when a recording begins, where that is known.
-
-    Attributes:
-        notes: what was noted, in the order in which it ended. Each `with` begins with none.
+        clock: that times are read from; the host's by default.
     """
 
-    def __init__(self, first: tuple[str, str] | None = None) -> None:
-        self.notes: list[Note] = []
+    def __init__(self, first: tuple[str, str] | None = None, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or HostClock()
+        self._notes: list[Note] = []
         self._first = first
         self._is_on = False
-        self._state: tuple[str, str, float] | None = None  # name, category, since when
+        self._state: tuple[str, str, Any] | None = None  # name, category, since which moment
         self._under_way: list[_WatchedWork] = []
 
+    @property
+    def notes(self) -> list[Note]:
+        """What was noted, in the order in which it ended. Each `with` begins with none. Waits for a GPU."""
+        seconds = self._clock.seconds
+        return [Note(name, seconds(start), seconds(end), category) for name, start, end, category in self._notes]
+
     def __enter__(self) -> Recorder:
-        self.notes = []
+        self._notes = []
         self._is_on = True
+        self._clock.start()
         if self._first is not None:
             self.enter(*self._first)
         return self
@@ -73,13 +80,13 @@ class Recorder:
         """Note that this rank now does something else; `what` becomes the event's name."""
         if self._is_on:
             self.leave()
-            self._state = " ".join(map(str, what)), category, time.perf_counter()
+            self._state = " ".join(map(str, what)), category, self._clock.now()
 
     def leave(self) -> None:
         """Note that this rank is done with what it did."""
         if self._state is not None:
             name, category, start = self._state
-            self.notes.append(Note(name, start, time.perf_counter(), category))
+            self._notes.append(Note(name, start, self._clock.now(), category))
             self._state = None
 
     @contextmanager
@@ -101,8 +108,9 @@ class Recorder:
         if not self._is_on:
             return launch()
         name = str(what) if nbytes is None else f"{what} {size_text(nbytes)}".lstrip()
-        notes, start = self.notes, time.perf_counter()
-        watched = _WatchedWork(launch(), lambda end: notes.append(Note(name, start, end, category)))
+        notes, start, clock = self._notes, self._clock.now(), self._clock
+        work = launch()
+        watched = _WatchedWork(work, lambda: notes.append(Note(name, start, clock.end_of(work), category)))
         self._under_way.append(watched)
         return watched
 
@@ -191,9 +199,9 @@ def _on_tracks(events: Iterable[Event]) -> list[Event]:
 class _WatchedWork(Work):
     """Work that tells once when it is seen to be complete."""
 
-    def __init__(self, inner: Work, on_end: Callable[[float], None]) -> None:
+    def __init__(self, inner: Work, on_end: Callable[[], None]) -> None:
         self._inner = inner
-        self._on_end: Callable[[float], None] | None = on_end
+        self._on_end: Callable[[], None] | None = on_end
 
     def wait(self) -> Array:
         result = self._inner.wait()
@@ -208,5 +216,5 @@ class _WatchedWork(Work):
 
     def _ended(self) -> None:
         if self._on_end is not None:
-            self._on_end(time.perf_counter())
+            self._on_end()
             self._on_end = None

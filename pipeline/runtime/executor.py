@@ -19,6 +19,7 @@ import numpy as np
 
 from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
+from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
 from minigrad.backend import Array, xp_of
 from minigrad.hooks import Hooks
@@ -78,9 +79,9 @@ class PipelineExecutor:
         self.stages = stages
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
-        self.recorder = Recorder()
         self._schedule = schedule
         self._xp = xp_of(next((p.data for p in stages.parameters()), None))
+        self.recorder = Recorder(clock=clock_of(self._xp))
         self._last_stage = num_stages - 1
         self._last_rank = schedule.rank_of(self._last_stage, comm.size)
         self._handshake = Handshake(

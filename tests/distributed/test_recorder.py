@@ -12,6 +12,7 @@ import minigrad as mg
 from distributed import BucketedTrainer, LocalWorld, Mesh, SoloCommunicator, TrainingConfig, Work
 from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.trace.clock import DeviceClock
 from distributed.trace.recorder import Recorder, clock_offset, size_text
 from minigrad.models import MLP
 from minigrad.optim import SGD, Optimizer
@@ -31,6 +32,64 @@ class Later(Work):
 
     def wait(self):
         return np.ones(1)
+
+
+class FakeCuda:
+    """A stream that comes to each event 1 ms after the one before, and a host that is long through by then."""
+
+    def __init__(self):
+        self.num_events = 0
+        self.num_waits = 0
+
+    def get_current_stream(self):
+        return self
+
+    def record(self):
+        self.num_events += 1
+        return FakeEvent(self, self.num_events)
+
+    def get_elapsed_time(self, first, last):
+        return last.milliseconds - first.milliseconds
+
+
+class FakeEvent:
+    def __init__(self, cuda, milliseconds):
+        self.milliseconds = milliseconds
+        self.cuda = cuda
+
+    def synchronize(self):
+        self.cuda.num_waits += 1
+
+
+class OnGpu(Later):
+    """Work on another stream of a GPU, over 40 ms after its first event."""
+
+    def __init__(self, cuda):
+        super().__init__()
+        self.cuda = cuda
+
+    @property
+    def done_event(self):
+        return FakeEvent(self.cuda, 41)
+
+
+def test_on_a_gpu_times_are_those_of_its_events_and_nobody_waits_while_recording():
+    cuda = FakeCuda()
+    recorder = Recorder(clock=DeviceClock(cuda))
+    with recorder:
+        recorder.enter("compute", "0F0")  # 2
+        recorder.watch("send", "0SEND_F0", lambda: OnGpu(cuda)).wait()  # 3
+        recorder.watch("send", "by the host", Later).wait()  # 4, 5
+        recorder.enter("wait", "0RECV_B0")  # 6, 7
+        assert cuda.num_waits == 1
+    notes = recorder.notes
+    zero = notes[0].start - 2e-3
+    assert [(note.name, round(1e3 * (note.start - zero)), round(1e3 * (note.end - zero))) for note in notes] == [
+        ("0SEND_F0", 2, 40),
+        ("by the host", 3, 4),
+        ("0F0", 1, 5),
+        ("0RECV_B0", 6, 7),
+    ]
 
 
 def test_a_rank_is_in_one_state_at_a_time():
