@@ -29,6 +29,7 @@ from common.text import load_tokens, split, trigram_nats
 from common.train_gpt_settings import TrainSettings
 from distributed import Communicator, DistributedDataParallel, Mesh, local_rank, weights_sha256, world
 from distributed.data.batches import TokenBatches, validation_batches
+from distributed.data.prefetch import Prefetched
 from distributed.data.tokenizer import TOKENIZER, Tokenizer
 from distributed.data_parallel.bucket_size import choose_bucket_bytes
 from distributed.data_parallel.comm_hooks import allreduce
@@ -95,13 +96,15 @@ def main() -> None:
         with attempt as training:
             ddp, pipe, optimizer = training.ddp, training.pipe, training.optimizer
             if training.captured is not None:  # a step with its optimizer's, which decides on the GPU whether it may
-                loss = ddp.mean(float(training.captured(*training.batches.next())))
+                on_device = training.captured(*training.batches.next())
+                training.batches.prefetch()  # while the GPU computes
+                loss = ddp.mean(float(on_device))
                 if scale is None:
                     guard.allows(optimizer.grad_norm)
                 optimizer.was_taken()
                 attempt.commit(loss, take=False, grad_norm=optimizer.grad_norm)
             else:
-                x, y = (place(part, settings.device) for part in training.batches.next())
+                x, y = training.batches.next()
                 optimizer.zero_grad()
                 hooks = ddp.hooks(num_samples=len(x))
                 with (
@@ -217,7 +220,7 @@ class Training:
         if self.hook is not None:
             self.hook.attach(self.ddp.buckets)
         self.model = self.stages if self.hook is None else WithState(self.stages, self.hook)
-        self.batches = self._batches(tokens)
+        self.batches = Prefetched(self._batches(tokens), settings.device)
         self.data = JoinedState(self.batches, loss_scale=scale)
         self.scale = scale
 

@@ -1,4 +1,4 @@
-"""A CuPy of NumPy arrays and threads: as much of it as messages and reductions between ranks need.
+"""A CuPy of NumPy arrays and threads: as much of it as copies, messages and reductions between ranks need.
 
 A stream is a thread that does what it is told one after the other, so a send that nobody receives holds up all that
 comes after it, as on a GPU; NCCL's calls make connections with both hosts, as NCCL does. The stream that computes does
@@ -31,6 +31,10 @@ class ndarray(np.ndarray):  # noqa: N801  # CuPy's name
     def get(self) -> Any:
         return np.array(self)
 
+    def set(self, values: Any, stream: Any) -> None:
+        """Copy when the stream comes to it, from memory that had better not have changed."""
+        stream.enqueue(lambda: self.__setitem__(..., values))
+
 
 def _on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: np.asarray(function(*args, **kwargs)).view(ndarray)
@@ -46,6 +50,9 @@ class Event:
 
     def happen(self) -> None:
         self._happened.set()
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def wait(self) -> None:
         assert self._happened.wait(PATIENCE), "a stream waits for what never comes"
@@ -194,6 +201,7 @@ def install(monkeypatch: Any) -> ModuleType:
     compute = ComputeStream()
     runtime = SimpleNamespace(streamIsCapturing=lambda pointer: 0)
     cuda.__dict__.update(nccl=nccl, Stream=Stream, get_current_stream=lambda: compute, runtime=runtime)
+    cuda.__dict__.update(alloc_pinned_memory=bytearray)
     for module in (cupy, cuda, nccl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return cupy
