@@ -184,7 +184,7 @@ class Optimizer:
         if self._whole_step is not None:
             if not self.is_captured:
                 self.advance()
-            self._whole_step.apply([self._on_device(piece) for pieces in self._pieces.values() for piece in pieces])
+            self._whole_step.apply([arrays for part in self._parts for arrays in self._on_device(part, part.grad)])
             for part in self._parts:
                 part.note_change("the optimizer", copied=True)
             return
@@ -229,12 +229,13 @@ class Optimizer:
             return None
         return self.rule.whole_step(self._parts[0].data, self.max_norm, self.loss_scale)
 
-    def _on_device(self, piece: Piece) -> tuple[Any, ...]:
-        """Return a piece as a whole step takes it."""
-        part, _, state = piece
-        kinds = groupby(part.params, lambda p: FROZEN if not p.requires_grad else int(self.decays(p)))
-        lengths = tuple([(sum(p.size for p in run), kind) for kind, run in kinds])
-        return part.data, part.grad, state["m"], state["v"], part.copy, lengths
+    def _on_device(self, part: FlatRange, grad: Array) -> Iterator[tuple[Any, ...]]:
+        """Yield a part of the memory, whose gradients are given, as a whole step takes it."""
+        for piece, _, state in self._pieces[part]:
+            kinds = groupby(piece.params, lambda p: FROZEN if not p.requires_grad else int(self.decays(p)))
+            lengths = tuple([(sum(p.size for p in run), kind) for kind, run in kinds])
+            own_grad = grad[piece.start - part.start : piece.stop - part.start]
+            yield piece.data, own_grad, state["m"], state["v"], piece.copy, lengths
 
     def state_arrays(self) -> Iterator[tuple[str, Array]]:
         """Yield the rule's state as (name, view): `("m/fc.weight", ...)`, each of its parameter's shape.

@@ -214,6 +214,10 @@ class _WatchedWork(Work):
             self._ended()
         return done
 
+    @property
+    def done_event(self) -> Any:
+        return self._inner.done_event
+
     def _ended(self) -> None:
         if self._on_end is not None:
             self._on_end()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import minigrad as mg
-from distributed import DistributedDataParallel, Mesh, SoloCommunicator
+from distributed import DistributedDataParallel, Mesh, SoloCommunicator, Work
 from distributed.data_parallel.early import EarlyOptimizer
 from minigrad import nn, optim, rng
 from minigrad.models import gpt
@@ -13,7 +13,7 @@ from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=2, num_heads=2, width=8, dropout=0.1)
 
 
-class Late:
+class Late(Work):
     """Work that is there only when somebody waits for it."""
 
     def __init__(self, work):

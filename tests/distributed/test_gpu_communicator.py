@@ -183,8 +183,9 @@ def test_an_allreduce_is_captured_and_replayed(ranks):
     ranks.run(program)
 
 
-def test_a_captured_data_parallel_step_is_the_step(ranks):
-    """Same bits, on every rank; buckets travel inside the graph."""
+@pytest.mark.parametrize("early", [False, True])
+def test_a_captured_data_parallel_step_is_the_step(ranks, early):
+    """Same bits, on every rank; buckets travel inside the graph, and where it steps early beside its updates."""
     mg = pytest.importorskip("minigrad")
     pytest.importorskip("cudnn")
 
@@ -196,8 +197,11 @@ def test_a_captured_data_parallel_step_is_the_step(ranks):
 
         def train(captured):
             model = GPT(config, device="cuda")
-            ddp = DistributedDataParallel(model, comm, bucket_bytes=1 << 16)
-            optimizer = Optimizer(model.parameters(), AdamW(1e-2), max_norm=1.0)
+            ddp = DistributedDataParallel(model, comm, bucket_bytes=1 << 16, step_early=early and captured)
+            max_norm = None if early else 1.0
+            optimizer = Optimizer(model.parameters(), AdamW(1e-2), max_norm=max_norm)
+            if early and captured:
+                optimizer = ddp.optimizer(AdamW(1e-2))
             use_precision(model.parameters(), "bfloat16")
 
             def step(x, y):

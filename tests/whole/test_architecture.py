@@ -92,7 +92,8 @@ RULES = {
         RANKS | TENSORS | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
     ),
     "distributed.data": Rule(
-        {"numpy", "tokenizers", "minigrad.extras", "minigrad.files"}, "distributed.data.batches -> distributed.comm.mpi"
+        {"numpy", "tokenizers", "minigrad.backend", "minigrad.extras", "minigrad.files"},
+        "distributed.data.batches -> distributed.comm.mpi",
     ),
     "distributed.trace": Rule(RANKS | {"minigrad.hooks"}, "distributed.trace.recorder -> pipeline.schedules.action"),
     # Stages and micro-batches. Schedules are plain Python, at run time too.

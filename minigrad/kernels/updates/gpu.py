@@ -62,6 +62,9 @@ def _adamw(
     launch("adamw", dtype, ceil_div(ceil_div(w.size, 4), THREADS), args, vectors=vectors)
 
 
+_Part = tuple[Array, Array, Array, Array, "Array | None", tuple[tuple[int, int], ...]]
+
+
 class AdamWStep:
     """Whole steps of AdamW: the norm of all gradients, and one launch for each flat. See `reference.adamw_step`.
 
@@ -96,22 +99,29 @@ class AdamWStep:
         self._scalars[:2].set(np.array([lr, before], np.float32), stream=cp.cuda.get_current_stream())
         self._num_launched += 1
 
-    def apply(
-        self, parts: Sequence[tuple[Array, Array, Array, Array, Array | None, tuple[tuple[int, int], ...]]]
-    ) -> None:
+    def apply(self, parts: Sequence[_Part]) -> None:
         """Clip, and update every part."""
-        grads = [g for _, g, *_ in parts if g.size] if self._max_norm is not None else []
+        self.prepare([g for _, g, *_ in parts if g.size] if self._max_norm is not None else [])
+        for part in parts:
+            self.update(*part)
+
+    def prepare(self, grads: Sequence[Array]) -> None:
+        """Make the numbers of this step, of all gradients where it clips by them."""
         squares = cp.concatenate([square_parts(g) for g in grads]) if grads else cp.zeros(1, np.float64)
         limit = np.float32(np.inf if self._max_norm is None else self._max_norm)
         args = (squares, squares.size, self._scalars, *self._scale, *self._constants, limit)
         launch("prepare", self._scalars.dtype, 1, args)
-        for w, g, m, v, copy, kinds in parts:
-            if kinds not in self._runs:
-                lengths, codes = zip(*kinds, strict=True)
-                starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-                self._runs[kinds] = cp.asarray(starts), cp.asarray(codes, np.uint8)
-            if w.size:
-                _adamw(w, g, m, v, copy, self._scalars, *self._runs[kinds], *self._betas)
+
+    def update(
+        self, w: Array, g: Array, m: Array, v: Array, copy: Array | None, kinds: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Update one part by the numbers of this step."""
+        if kinds not in self._runs:
+            lengths, codes = zip(*kinds, strict=True)
+            starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+            self._runs[kinds] = cp.asarray(starts), cp.asarray(codes, np.uint8)
+        if w.size:
+            _adamw(w, g, m, v, copy, self._scalars, *self._runs[kinds], *self._betas)
 
     def norm(self) -> float:
         """Return the norm of all gradients before clipping, as of the last step; asks the device."""
