@@ -10,17 +10,23 @@ What crosses between stages follows from the action alone, and is said here alon
     carries     2RECV_F0 -> 1F0                         whose result a message is
     arrivals    1F0 -> 1RECV_F0     1B0 -> 1RECV_B0     what an action waits for
     confirms    1RECV_B0 -> 1SEND_F0                    a gradient comes back only from where the output has arrived
+
+A skip connection takes a stage's output past the next stage to a later one, and its gradient back, in messages that
+name both of its ends: 0F0 -> 0SEND_F0@3 <-> 3RECV_F0@0, and 3B0 -> 3SEND_B0@0 <-> 0RECV_B0@3.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 Placement = Callable[[int, int], int]
 """`rank_of(stage, num_ranks)`: the rank that owns a stage."""
+
+Skips = Sequence[tuple[int, int]]
+"""Skip connections: (stage that gives, later stage that takes), each once."""
 
 
 class Kind(Enum):
@@ -60,17 +66,19 @@ class Action:
 
     Attributes:
         beside: of a pair, whose stage and micro-batch are those of its forward: the backward.
+        other: of a message of a skip connection: the stage at its other end.
     """
 
     kind: Kind
     stage: int
     microbatch: int
     beside: Action | None = None
+    other: int | None = None
 
     def __repr__(self) -> str:
         if self.kind is Kind.PAIR:
             return "&".join(map(str, self.singles))
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}" + ("" if self.other is None else f"@{self.other}")
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -82,11 +90,12 @@ class Action:
         if "&" in text:
             forward, _, backward = text.partition("&")
             return pair(cls.parse(forward), cls.parse(backward))
-        match = re.fullmatch(r"([0-9]+)([A-Z_]+)([0-9]+)", text)
-        if match is None or match[2] not in Kind.__members__:
-            kinds = " ".join(kind.name for kind in Kind if kind is not Kind.PAIR)
+        match = re.fullmatch(r"([0-9]+)([A-Z_]+)([0-9]+)(?:@([0-9]+))?", text)
+        if match is None or match[2] not in _BY_LETTERS or (match[4] and Kind[match[2]] not in _PARTNER):
+            kinds = " ".join(_BY_LETTERS)
             raise ValueError(f"an action reads stage, kind, micro-batch, as 2F0, with a kind of {kinds}; got {text!r}")
-        return cls(Kind[match[2]], int(match[1]), int(match[3]))
+        other = None if match[4] is None else int(match[4])
+        return cls(Kind[match[2]], int(match[1]), int(match[3]), other=other)
 
     @property
     def singles(self) -> tuple[Action, ...]:
@@ -114,6 +123,8 @@ class Action:
         if self.kind not in _PARTNER:
             raise ValueError(f"only messages have two ends, got {self}")
         kind, step = _PARTNER[self.kind]
+        if self.other is not None:
+            return Action(kind, self.other, self.microbatch, other=self.stage)
         return Action(kind, self.stage + step, self.microbatch)
 
     @property
@@ -129,7 +140,7 @@ class Action:
     @property
     def confirms(self) -> Action | None:
         """The send that is complete once this gradient is received; None for any other action."""
-        return Action(Kind.SEND_F, self.stage, self.microbatch) if self.kind is Kind.RECV_B else None
+        return replace(self, kind=Kind.SEND_F) if self.kind is Kind.RECV_B else None
 
     @property
     def before(self) -> tuple[Action, ...]:
@@ -143,29 +154,33 @@ class Action:
                 return (B(self.stage, self.microbatch),)
         return ()
 
-    def arrivals(self, num_stages: int) -> tuple[Action, ...]:
-        """Return the receives that bring what this waits for from other stages."""
+    def arrivals(self, num_stages: int, skips: Skips = ()) -> tuple[Action, ...]:
+        """Return the receives that bring what this waits for from other stages, that of the neighbour first."""
         match self.kind:
             case Kind.PAIR:
-                return tuple(receive for single in self.singles for receive in single.arrivals(num_stages))
-            case Kind.F if self.stage > 0:
-                return (Action(Kind.RECV_F, self.stage, self.microbatch),)
-            case Kind.B | Kind.BW if self.stage + 1 < num_stages:
-                return (Action(Kind.RECV_B, self.stage, self.microbatch),)
+                return tuple(receive for single in self.singles for receive in single.arrivals(num_stages, skips))
+            case Kind.F:
+                return self._messages(Kind.RECV_F, self.stage > 0, _givers(self.stage, skips))
+            case Kind.B | Kind.BW:
+                return self._messages(Kind.RECV_B, self.stage + 1 < num_stages, _takers(self.stage, skips))
         return ()
 
-    def departures(self, num_stages: int) -> tuple[Action, ...]:
-        """Return the sends that take what this made to other stages."""
+    def departures(self, num_stages: int, skips: Skips = ()) -> tuple[Action, ...]:
+        """Return the sends that take what this made to other stages, that to the neighbour first."""
         match self.kind:
             case Kind.PAIR:
-                return tuple(send for single in self.singles for send in single.departures(num_stages))
-            case Kind.F if self.stage + 1 < num_stages:
-                return (Action(Kind.SEND_F, self.stage, self.microbatch),)
-            case Kind.B | Kind.BW if self.stage > 0:
-                return (Action(Kind.SEND_B, self.stage, self.microbatch),)
+                return tuple(send for single in self.singles for send in single.departures(num_stages, skips))
+            case Kind.F:
+                return self._messages(Kind.SEND_F, self.stage + 1 < num_stages, _takers(self.stage, skips))
+            case Kind.B | Kind.BW:
+                return self._messages(Kind.SEND_B, self.stage > 0, _givers(self.stage, skips))
         return ()
 
-    def needs(self, num_stages: int) -> list[Action]:
+    def _messages(self, kind: Kind, has_neighbour: bool, others: Iterable[int]) -> tuple[Action, ...]:
+        to_neighbour = (Action(kind, self.stage, self.microbatch),) if has_neighbour else ()
+        return *to_neighbour, *(Action(kind, self.stage, self.microbatch, other=other) for other in others)
+
+    def needs(self, num_stages: int, skips: Skips = ()) -> list[Action]:
         """List the parts that must be done before this compute action can run.
 
             F(s) <- F(s - 1)        B(s), BW(s) <- F(s), B(s + 1)        W(s) <- B(s)        a pair <- what both need
@@ -175,7 +190,7 @@ class Action:
         """
         if not self.kind.is_compute:
             raise ValueError(f"an order holds compute actions only (F, B, W, BW, F&B), got {self}")
-        return [*self.before, *(arrival.carries for arrival in self.arrivals(num_stages))]
+        return [*self.before, *(arrival.carries for arrival in self.arrivals(num_stages, skips))]
 
 
 _PARTNER = {  # and the step to its stage
@@ -184,6 +199,32 @@ _PARTNER = {  # and the step to its stage
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
+
+
+_BY_LETTERS = [kind.name for kind in Kind if kind is not Kind.PAIR]
+
+
+def _givers(stage: int, skips: Skips) -> list[int]:
+    return sorted(giver for giver, taker in skips if taker == stage)
+
+
+def _takers(stage: int, skips: Skips) -> list[int]:
+    return sorted(taker for giver, taker in skips if giver == stage)
+
+
+def check_skips(skips: Skips, num_stages: int) -> None:
+    """Refuse skip connections that are none.
+
+    Raises:
+        ValueError: one does not go from a stage to a later one, or is there twice.
+    """
+    for index, (giver, taker) in enumerate(skips):
+        if not 0 <= giver < taker < num_stages:
+            raise ValueError(
+                f"a skip connection goes from a stage to a later one, of {num_stages} stages, got {giver}-{taker}"
+            )
+        if (giver, taker) in skips[:index]:
+            raise ValueError(f"a skip connection is given once, got {giver}-{taker} twice")
 
 
 def F(stage: int, microbatch: int) -> Action:

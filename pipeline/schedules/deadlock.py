@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from pipeline.schedules.action import Action, Placement, ScheduleError
+from pipeline.schedules.action import Action, Placement, ScheduleError, Skips
 
 _CONTEXT = 2  # steps that a counter-example shows on either side of the one at fault
 
@@ -45,6 +45,7 @@ def check_deadlock_free(
     *,
     rank_of: Placement,
     num_stages: int,
+    skips: Skips = (),
     num_replicas: int = 1,
     closing: Sequence[Sequence[Collective]] = (),
     synchronous_sends: bool = False,
@@ -62,6 +63,7 @@ def check_deadlock_free(
 
     Args:
         programs: of every rank, from `lower`; collectives may stand in them where they are launched.
+        skips: as `lower` had them.
         num_replicas: copies of the pipeline; programs[k * P : (k + 1) * P] are those of replica k on P ranks.
         closing: collectives of every rank after its last send, in order.
     Raises:
@@ -70,7 +72,7 @@ def check_deadlock_free(
     """
     num_ranks = len(programs) // num_replicas
     steps = [[*program, *end] for program, end in zip(programs, closing or [[]] * len(programs), strict=True)]
-    world = _World(rank_of, num_stages, num_ranks)
+    world = _World(rank_of, num_stages, skips, num_ranks)
     runs = [world.run(rank, steps[rank], len(programs[rank]), synchronous_sends) for rank in range(len(programs))]
     waits = {rank: next(run, None) for rank, run in enumerate(runs)}
     moved = True
@@ -91,6 +93,7 @@ class _World:
 
     rank_of: Placement
     num_stages: int
+    skips: Skips
     num_ranks: int
     started: Counter[tuple[int, Action]] = field(default_factory=Counter)
     posted: Counter[tuple[int, Action]] = field(default_factory=Counter)
@@ -116,7 +119,7 @@ class _World:
                 if synchronous_sends:
                     yield self._sent(rank, index, step)
             else:
-                for arrival in step.arrivals(self.num_stages):
+                for arrival in step.arrivals(self.num_stages, self.skips):
                     if self._neighbour(rank, arrival.partner.stage) == rank:
                         continue
                     yield from self._arrival(rank, index, arrival)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipeline.schedules.action import Action, Placement
+from pipeline.schedules.action import Action, Placement, Skips, check_skips
 
 
 def lower(
-    orders: Sequence[Sequence[Action]], *, rank_of: Placement, num_stages: int, lookahead: int = 1
+    orders: Sequence[Sequence[Action]], *, rank_of: Placement, num_stages: int, lookahead: int = 1, skips: Skips = ()
 ) -> list[list[Action]]:
     """Add communication to the compute order of every rank.
 
@@ -28,32 +28,39 @@ def lower(
     Args:
         orders: per rank, compute actions that `validate` accepts.
         lookahead: how many compute actions ahead a receive is posted; 0 is just before its own.
+        skips: connections between stages beside those of neighbours.
     Returns:
         The program of every rank. Without its communication it is the order that came in.
     Raises:
-        ValueError: lookahead is negative, or an order already holds communication.
-    Cost: at most lookahead + 1 posted receives, so as many input buffers, on a rank at a time.
+        ValueError: lookahead is negative, an order already holds communication, or as `check_skips`.
+    Cost: the receives of at most lookahead + 1 actions are posted, with their buffers, on a rank at a time.
     """
     if lookahead < 0:
         raise ValueError(f"lookahead must be at least 0, got {lookahead}")
     for action in (action for order in orders for action in order):
         if not action.kind.is_compute:
             raise ValueError(f"an order holds compute actions only (F, B, W, BW, F&B), got {action}")
-    return [_program(order, rank, rank_of, len(orders), num_stages, lookahead) for rank, order in enumerate(orders)]
+    check_skips(skips, num_stages)
+
+    def across_ranks(rank: int, messages: Iterable[Action]) -> list[Action]:
+        return [message for message in messages if rank_of(message.partner.stage, len(orders)) != rank]
+
+    programs = []
+    for rank, order in enumerate(orders):
+        receives = [across_ranks(rank, action.arrivals(num_stages, skips)) for action in order]
+        sends = [across_ranks(rank, action.departures(num_stages, skips)) for action in order]
+        programs.append(_program(order, receives, sends, lookahead))
+    return programs
 
 
 def _program(
-    order: Sequence[Action], rank: int, rank_of: Placement, num_ranks: int, num_stages: int, lookahead: int
+    order: Sequence[Action], receives: Sequence[list[Action]], sends: Sequence[list[Action]], lookahead: int
 ) -> list[Action]:
-    def across_ranks(messages: Iterable[Action]) -> list[Action]:
-        return [message for message in messages if rank_of(message.partner.stage, num_ranks) != rank]
-
-    receives = [across_ranks(action.arrivals(num_stages)) for action in order]
     program: list[Action] = []
     posted = 0
     for index, action in enumerate(order):
         for received in receives[posted : index + lookahead + 1]:
             program += received
         posted = index + lookahead + 1
-        program += [action, *across_ranks(action.departures(num_stages))]
+        program += [action, *sends[index]]
     return program

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pipeline.schedules.action import Action, Kind, ScheduleError
+from pipeline.schedules.action import Action, Kind, ScheduleError, Skips, check_skips
 from pipeline.schedules.per_stage import PerStage, each
 
 LinkOf = Callable[[int, int], Hashable]
 """`link_of(source, dest)`: what the messages from one rank to another go through; None where nothing is shared."""
+
+
+Boundary = int | tuple[int, int]
+"""Between what stages a message goes: behind which of two neighbours, or the two of a skip connection."""
 
 
 def link_of_host(ranks_per_host: int) -> LinkOf:
@@ -186,6 +190,8 @@ def simulate(
     bandwidth: float = math.inf,
     overlap: float = 0.0,
     link_of: LinkOf | None = None,
+    skips: Skips = (),
+    skip_bytes: PerStage = 0.0,
 ) -> Timeline:
     """Run the orders against a clock.
 
@@ -200,9 +206,11 @@ def simulate(
             one after the other, 1 where it takes as long as the longer one.
         link_of: which messages share a link, as `link_of_host`; by default none. A link carries what was made first
             first, and the next message when the last byte of that has left.
+        skips: connections between stages beside those of neighbours.
+        skip_bytes: size of what a skip connection takes, and of its gradient: one for all, or one for each.
     Raises:
         ValueError: a time is not positive or not one a stage, latency or a size is negative, bandwidth is not
-            positive, a rank has nothing to do.
+            positive, a rank has nothing to do, or as `check_skips`.
         ScheduleError: the orders cannot be run to their end.
     """
     for rank, order in enumerate(orders):
@@ -222,8 +230,12 @@ def simulate(
             (Kind.W, "backward_weight", backward_weight),
         )
     }
+    check_skips(skips, num_stages)
     sizes = each("message_bytes", message_bytes, num_stages - 1, "boundaries")
-    clock = _Clock(orders, num_stages, times, overlap, latency, [size / bandwidth for size in sizes], link_of)
+    through = each("skip_bytes", skip_bytes, len(skips), "skips")
+    transfer: dict[Boundary, float] = {boundary: size / bandwidth for boundary, size in enumerate(sizes)}
+    transfer |= {skip: size / bandwidth for skip, size in zip(skips, through, strict=True)}
+    clock = _Clock(orders, num_stages, times, overlap, latency, transfer, link_of, skips)
     return Timeline(clock.run())
 
 
@@ -237,15 +249,17 @@ class _Clock:
         times: Mapping[Kind, Sequence[float]],
         overlap: float,
         latency: float,
-        transfer: Sequence[float],
+        transfer: Mapping[Boundary, float],
         link_of: LinkOf | None,
+        skips: Skips,
     ) -> None:
         self._orders = orders
         self._num_stages = num_stages
         self._times = times
         self._overlap = overlap
         self._latency = latency
-        self._transfer = transfer  # time on a link, a boundary
+        self._transfer = transfer  # time on a link, by boundary or skip
+        self._skips = skips
         self._link_of = link_of
         self._rank_of = {s.stage: rank for rank, order in enumerate(orders) for action in order for s in action.singles}
         self._rows: list[list[Timed]] = [[] for _ in orders]
@@ -289,7 +303,7 @@ class _Clock:
 
     def _inputs(self, rank: int, action: Action) -> list[Action]:
         """Return what an action waits for: parts on its own rank, and messages from others."""
-        arrivals = action.arrivals(self._num_stages)
+        arrivals = action.arrivals(self._num_stages, self._skips)
         is_here = [self._rank_of.get(arrival.partner.stage) == rank for arrival in arrivals]
         return [*action.before, *(a.carries if here else a for a, here in zip(arrivals, is_here, strict=True))]
 
@@ -299,7 +313,7 @@ class _Clock:
         for part in action.parts:
             self._there[rank, part] = end
         dests = []
-        for departure in action.departures(self._num_stages):
+        for departure in action.departures(self._num_stages, self._skips):
             dest = self._rank_of.get(departure.partner.stage, rank)
             if dest != rank:
                 self._there[dest, departure.partner] = self._arrival(departure, rank, dest, end)
@@ -308,7 +322,8 @@ class _Clock:
 
     def _arrival(self, departure: Action, rank: int, dest: int, made: float) -> float:
         """Return when a message is there whose data was made at a time."""
-        transfer = self._transfer[min(departure.stage, departure.partner.stage)]
+        first, last = sorted((departure.stage, departure.partner.stage))
+        transfer = self._transfer[first if departure.other is None else (first, last)]
         link = None if self._link_of is None else self._link_of(rank, dest)
         if link is None:
             return made + (self._latency + transfer)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.schedules.action import Action, Kind, Placement
+from pipeline.schedules.action import Action, Kind, Placement, Skips
 from pipeline.schedules.deadlock import Collective, Step, check_deadlock_free
 from pipeline.schedules.lower import lower
 
@@ -44,7 +44,7 @@ class Replica:
         return cls(orders, [[(stage,) for stage in own] for own in stages], [])
 
 
-def check_whole_step(replicas: Sequence[Replica], *, rank_of: Placement, num_stages: int) -> None:
+def check_whole_step(replicas: Sequence[Replica], *, rank_of: Placement, num_stages: int, skips: Skips = ()) -> None:
     """Refuse pipelines side by side whose messages and reductions could make their ranks wait for each other.
 
     Args:
@@ -57,14 +57,16 @@ def check_whole_step(replicas: Sequence[Replica], *, rank_of: Placement, num_sta
     closing: list[list[Collective]] = []
     for number, replica in enumerate(replicas):
         first = number * num_ranks
-        for rank, program in enumerate(lower(replica.orders, rank_of=rank_of, num_stages=num_stages)):
+        for rank, program in enumerate(lower(replica.orders, rank_of=rank_of, num_stages=num_stages, skips=skips)):
             copies = tuple(rank + k * num_ranks for k in range(len(replicas)))
             own, late = _with_buckets(program, replica.buckets[rank], copies)
             sums = [Collective("sum tied", tuple(first + r for r in group)) for group in replica.tied if rank in group]
             losses = Collective("tell losses", tuple(range(first, first + num_ranks)))
             steps.append(own)
             closing.append([*sums, *late, losses])
-    check_deadlock_free(steps, rank_of=rank_of, num_stages=num_stages, num_replicas=len(replicas), closing=closing)
+    check_deadlock_free(
+        steps, rank_of=rank_of, num_stages=num_stages, skips=skips, num_replicas=len(replicas), closing=closing
+    )
 
 
 def _with_buckets(

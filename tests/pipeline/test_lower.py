@@ -1,11 +1,11 @@
 import inspect
 from collections import Counter
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from drawn_orders import read
 
-from pipeline import BW, SCHEDULES, Action, B, F, Kind, W, lower
+from pipeline import SCHEDULES, Action, B, F, Kind, W, lower
 from pipeline.schedules.schedule import round_robin, v_shape
 
 V_ORDERS = "0F0 0F1 3F0 3B0 3F1 3B1 3W0 0B0 0W0 3W1 0B1 0W1\n1F0 2F0 1F1 2F1 2BW0 1BW0 2BW1 1BW1"
@@ -92,21 +92,24 @@ def test_inputs_are_posted_before_and_outputs_leave_at_once(orders, rank_of, num
     programs = lower(orders, rank_of=rank_of, num_stages=num_stages, lookahead=lookahead)
     assert [[action for action in program if action.kind.is_compute] for program in programs] == orders
     for rank, program in enumerate(programs):
-        posted = set()
-        for before, action in pairwise([None, *program]):
-            stage, microbatch = action.stage, action.microbatch
-            match action.kind:
-                case Kind.RECV_F | Kind.RECV_B:
-                    posted.add(action)
-                    assert len(posted) <= lookahead + 1
-                case Kind.SEND_F:
-                    assert before == F(stage, microbatch)
-                case Kind.SEND_B:
-                    assert before in (B(stage, microbatch), BW(stage, microbatch))
-                case Kind.F if stage > 0 and rank_of(stage - 1, len(orders)) != rank:
-                    posted.remove(Action(Kind.RECV_F, stage, microbatch))
-                case Kind.B | Kind.BW if stage < num_stages - 1 and rank_of(stage + 1, len(orders)) != rank:
-                    posted.remove(Action(Kind.RECV_B, stage, microbatch))
+        posted, before = [], None
+        for action in program:
+            if action.kind.receives:
+                posted.append(action)
+                continue
+            if action.kind.sends:
+                assert action.carries in before.parts
+                continue
+            before = action
+            waiting = [F(r.stage, r.microbatch) if r.kind is Kind.RECV_F else B(r.stage, r.microbatch) for r in posted]
+            pairs = sum(single in a.parts for a in orders[rank] if a.kind is Kind.PAIR for single in waiting)
+            assert len(posted) <= lookahead + 1 + pairs  # a pair has two
+            for single in action.singles:
+                kind, source = Kind.RECV_F, single.stage - 1
+                if single.kind is not Kind.F:
+                    kind, source = Kind.RECV_B, single.stage + 1
+                if single.kind is not Kind.W and 0 <= source < num_stages and rank_of(source, len(orders)) != rank:
+                    posted.remove(Action(kind, single.stage, single.microbatch))
         assert not posted
 
 

@@ -1,0 +1,87 @@
+"""Skip connections over stages as data: their messages, their proof, their time."""
+
+import pytest
+
+from pipeline import BW, SCHEDULES, Action, F, W, check_deadlock_free, lower, simulate
+from pipeline.schedules.action import check_skips
+from pipeline.schedules.whole_step import Replica, check_whole_step
+
+SKIPS = ((0, 3), (1, 2), (0, 2))
+
+
+def names(actions):
+    return [str(action) for action in actions]
+
+
+def test_what_comes_and_goes_by_a_skip():
+    assert names(F(0, 7).departures(4, SKIPS)) == ["0SEND_F7", "0SEND_F7@2", "0SEND_F7@3"]
+    assert names(F(2, 7).arrivals(4, SKIPS)) == ["2RECV_F7", "2RECV_F7@0", "2RECV_F7@1"]
+    assert names(BW(0, 7).arrivals(4, SKIPS)) == ["0RECV_B7", "0RECV_B7@2", "0RECV_B7@3"]
+    assert names(BW(3, 7).departures(4, SKIPS)) == ["3SEND_B7", "3SEND_B7@0"]
+    assert W(0, 7).arrivals(4, SKIPS) == W(0, 7).departures(4, SKIPS) == ()
+    assert F(3, 7).needs(4, SKIPS) == [F(2, 7), F(0, 7)]
+
+
+def test_both_ends_of_its_messages():
+    send = Action.parse("0SEND_F7@3")
+    assert str(send) == "0SEND_F7@3"
+    assert (str(send.partner), send.partner.partner, send.carries) == ("3RECV_F7@0", send, F(0, 7))
+    back = Action.parse("0RECV_B7@3")
+    assert (str(back.partner), back.confirms, str(back.carries)) == ("3SEND_B7@0", send, "3B7")
+    for text in ("0F7@3", "0SEND_F7@", "0BW7@1"):
+        with pytest.raises(ValueError, match="reads stage, kind, micro-batch"):
+            Action.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("skips", "message"),
+    [
+        ([(2, 1)], "goes from a stage to a later one, of 4 stages, got 2-1"),
+        ([(1, 1)], "goes from a stage to a later one, of 4 stages, got 1-1"),
+        ([(0, 4)], "goes from a stage to a later one, of 4 stages, got 0-4"),
+        ([(0, 2), (1, 3), (0, 2)], "a skip connection is given once, got 0-2 twice"),
+    ],
+)
+def test_what_is_none_is_refused(skips, message):
+    schedule = SCHEDULES["1f1b"]
+    for ask in (
+        lambda: check_skips(skips, 4),
+        lambda: lower(schedule.orders(4, 2), rank_of=schedule.rank_of, num_stages=4, skips=skips),
+        lambda: simulate(schedule.orders(4, 2), num_stages=4, skips=skips),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_every_schedule_ends_with_them_and_each_is_sent_once(schedule):
+    place = {"rank_of": schedule.rank_of, "num_stages": schedule.num_stages(4), "skips": SKIPS}
+    orders = schedule.orders(4, 8)
+    programs = lower(orders, **place)
+    check_deadlock_free(programs, **place)
+    sent = [action for program in programs for action in program if action.kind.sends and action.other is not None]
+    across = [skip for skip in SKIPS if len({schedule.rank_of(stage, 4) for stage in skip}) == 2]
+    assert len(sent) == len(set(sent)) == 2 * 8 * len(across)
+    check_whole_step([Replica.by_stage(orders)] * 2, **place)
+
+
+def test_a_skip_that_nobody_receives_is_seen():
+    schedule = SCHEDULES["gpipe"]
+    place = {"rank_of": schedule.rank_of, "num_stages": 3}
+    programs = lower(schedule.orders(3, 1), skips=[(0, 2)], **place)
+    programs[2].remove(Action.parse("2RECV_F0@0"))
+    with pytest.raises(ValueError, match=r"deadlock: rank 2 in 2F0 waits for 2RECV_F0@0, which rank 2 never does"):
+        check_deadlock_free(programs, skips=[(0, 2)], **place)
+
+
+def test_its_messages_take_their_time():
+    orders = SCHEDULES["gpipe"].orders(3, 1)
+    plain = simulate(orders, num_stages=3, latency=0.5)
+    assert simulate(orders, num_stages=3, latency=0.5, skips=[(0, 2)]) == plain  # there long before
+    late = simulate(orders, num_stages=3, latency=0.5, skips=[(0, 2)], skip_bytes=10, bandwidth=2)
+    assert late.rows[2][0].start == 1 + 0.5 + 5
+    assert late.rows[0][1].start == late.rows[2][1].end + 0.5 + 5
+    two = simulate(orders, num_stages=3, skips=[(0, 2), (1, 2)], skip_bytes=[1, 8], bandwidth=1)
+    assert two.rows[2][0].start == 2 + 8
+    with pytest.raises(ValueError, match="skip_bytes must be one number or one for each of 1 skips, got 2 numbers"):
+        simulate(orders, num_stages=3, skips=[(0, 2)], skip_bytes=[1, 2])
