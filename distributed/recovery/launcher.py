@@ -4,7 +4,7 @@
     its ranks note that all of them came to their end      done too: mpirun counts the dead, a job that healed does not
     an error of the script, a signal that was asked for    the end, with that exit code
     anything else: MPI crashed, or hung, or every rank     all ranks start again, and find the state where the others
-    was killed, or mpirun was                              left it (`rescue.py`), or where `restore` does
+    was killed, or mpirun was, or outlived them            left it (`rescue.py`), or where `restore` does
 
 A job that is lost eleven times and has no new step to show is given up.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from distributed.comm.outcome import FOLDER, RUN, die_with_parent, forget, nobody_left, read_end, read_run
+from distributed.recovery.bereaved import Bereaved
 from distributed.recovery.rescue import LOST_AT, begin_steps, read_steps
 from distributed.recovery.stderr_filter import pass_on
 
@@ -30,6 +31,7 @@ GIVEN_UP = 1
 _MEMORY = Path("/dev/shm")
 _ASKED = {code for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-s, 128 + s)}
 _LAST_WORDS_SECONDS = 0.3  # for the other ranks to leave what they have
+_BEREAVED_SECONDS = 5.0  # for an mpirun without ranks to end
 _SILENCE_SECONDS = 5.0  # for the pipes of a job that was killed to close
 
 
@@ -102,7 +104,10 @@ class Launcher:
         assert job.stderr is not None
         stderr = threading.Thread(target=pass_on, args=(job.stderr.fileno(), sys.stderr.buffer, lose), daemon=True)
         stderr.start()
+        bereaved = Bereaved(job.pid)
         while job.poll() is None:
+            if bereaved.seconds() > _BEREAVED_SECONDS:
+                lose("mpirun outlived its ranks and did not end")
             if lost.wait(0.02):
                 time.sleep(_LAST_WORDS_SECONDS)
                 job.kill()  # its ranks die with it: see `die_with_parent`

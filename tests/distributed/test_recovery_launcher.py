@@ -14,6 +14,7 @@ import pytest
 from jobs import environ
 
 from distributed.comm.outcome import FOLDER, LOST, is_running, note_end
+from distributed.recovery import launcher
 from distributed.recovery.launcher import GIVEN_UP, MOST_TRIES, Launcher
 from distributed.recovery.rescue import LOST_AT, Rescue, begin_steps, read_steps
 from distributed.recovery.state import Snapshot
@@ -114,6 +115,28 @@ def test_ranks_say_that_they_are_lost_and_why(tmp_path, capfd):
     assert (code, starts) == (0, 2)
     assert said == ["the job was lost after 0 steps (new ranks did not start): all ranks start again"]
     assert LOST not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists a process's children")
+@pytest.mark.parametrize(("ended", "starts"), [("", 2), ("(folder / 'ended').write_text('0')", 1)])
+def test_an_mpirun_that_all_ranks_have_left_is_ended(tmp_path, monkeypatch, ended, starts):
+    # Its children are never asked about, as when it waits for a lock: zombies. A living one is enough to wait for.
+    monkeypatch.setattr(launcher, "_BEREAVED_SECONDS", 0.5)
+    script = f"""
+import subprocess
+if number == 0:
+    {ended or "pass"}
+    for seconds in (0, 1.5):
+        subprocess.Popen(["sleep", str(seconds)])
+    get_on(3)
+    time.sleep(600)
+"""
+    begin = time.monotonic()
+    code, found, said = launch(tmp_path, script)
+    assert (code, found) == (0, starts)
+    assert time.monotonic() - begin > 1.5
+    lost = "the job was lost after 3 steps (mpirun outlived its ranks and did not end): all ranks start again"
+    assert said == [lost] * (starts - 1)
 
 
 def test_a_job_that_does_no_step_is_given_up(tmp_path):
