@@ -12,14 +12,13 @@ Source: NVIDIA, NCCL documentation, "Collective Communication Functions" and "Us
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.nccl_messages import NCCLMessages
+from distributed.comm.nccl_messages import NCCLMessages, new_nccl
 from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
 from distributed.comm.side_stream import SideStream
 from distributed.comm.transfer import as_bytes
@@ -60,9 +59,7 @@ class NCCLCommunicator(Communicator):
         self._cp = cupy()
         nccl = nccl_module()
         unique_id = host.broadcast_object(nccl.get_unique_id() if host.rank == 0 else None)
-        self._nccl = nccl.NcclCommunicator(host.size, unique_id, host.rank)
-        # Never ended but with the process: ncclCommDestroy waits for other ranks, and for ever where it is in a graph.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl))
+        self._nccl = new_nccl(nccl, host.size, unique_id, host.rank)
         self._group = (nccl.groupStart, nccl.groupEnd)
         self._version = nccl.get_version()
         self._stream = SideStream(self._cp)

@@ -12,6 +12,7 @@ headers travel once, and what they led to is replayed.
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
@@ -27,6 +28,16 @@ from minigrad.backend import address, to_host, xp_of
 Pair = tuple[int, int]  # source, dest
 _UINT8 = 1  # of NCCL's data types
 _HEADER_TAG = 0
+
+
+def new_nccl(nccl: Any, size: int, unique_id: Any, rank: int) -> Any:
+    """Make a communicator of NCCL. Collective.
+
+    It is never ended but with the process: ncclCommDestroy waits for other ranks, and for ever where it is in a graph.
+    """
+    comm = nccl.NcclCommunicator(size, unique_id, rank)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
+    return comm
 
 
 class NCCLMessages:

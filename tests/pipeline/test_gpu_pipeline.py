@@ -55,8 +55,10 @@ class Training:
         return losses, self.values()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("schedule", "precision"),
+    [(schedule, "float32") for schedule in SCHEDULES] + [(s, "bfloat16") for s in ("1f1b", "zero_bubble_h1", "zbv")],
+)
 def test_a_pipeline_on_a_gpu_trains_as_one_process_on_a_cpu(ranks: Any, schedule: str, precision: str) -> None:
     if precision == "bfloat16":
         pytest.importorskip("ml_dtypes")
