@@ -11,6 +11,9 @@ import numpy as np
 from minigrad.backend import Array, is_half
 
 BLOCK = 1 << 16  # elements: a chain of ufuncs stays in the cache from here on; smaller blocks cost calls
+# Of causal attention whole, on a CPU. Queries of a block: with fewer, products are slow; with more, more of them is cut
+# off. And of a head up to which all its weights are kept for the backward, which else computes them again.
+QUERIES, KEPT_QUERIES = 32, 64
 
 
 def half_in_float32(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,8 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 import numba
 import numpy as np
-from numba.core import codegen
+from llvmlite import binding
+from numba.core import codegen, sigutils
 from numba.extending import overload
 
 from minigrad.backend import Array
@@ -111,6 +112,18 @@ def _turn(folder: str | None) -> Iterator[None]:
 
 
 inlined: Any = numba.njit(fastmath={"contract"}, error_model="numpy")
+
+
+def c_function(name: str, address: int, signature: str) -> Any:
+    """Return a function of C as a loop calls it.
+
+    Args:
+        name: that stands for the address in what is kept on disk, which other processes load with theirs.
+        signature: in numba's words, "void(int32, float64)".
+    """
+    binding.add_symbol(name, address)
+    parameters, result = sigutils.normalize_signature(signature)
+    return numba.types.ExternalFunction(name, result(*parameters))
 
 
 def contiguous(x: Array) -> Array:

@@ -18,6 +18,7 @@ import numpy as np
 
 from minigrad.backend import Array, synchronize
 from minigrad.kernels import replaced
+from minigrad.kernels.common import KEPT_QUERIES, QUERIES
 from minigrad.mode import Seen, hooked_by
 from minigrad.tape import Node
 
@@ -101,6 +102,38 @@ class Calls:
 
         return product
 
+    def of_attention(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a kernel of causal attention, and note the products that it makes out of our sight, block by block."""
+
+        def attention(qkv: Array, num_heads: int) -> Any:
+            made = kernel(qkv, num_heads)
+            if made is None or type(qkv) is not np.ndarray:
+                return made
+            y, vjp = made
+            batch, time, width3 = qkv.shape
+            stack, d, dtype = (batch, num_heads), width3 // 3 // num_heads, qkv.dtype.name
+            num_scores = 1 if time <= KEPT_QUERIES else 2  # products like scores in the backward
+
+            def note(op: str, scores: int, by_weights: int, by_turned: int) -> None:
+                for start in range(0, time, QUERIES):
+                    stop = min(time, start + QUERIES)
+                    rows = stop - start
+                    queries, keys = Operand((*stack, rows, d), dtype, False), Operand((*stack, stop, d), dtype, False)
+                    self.products[op, queries, Operand((*stack, d, stop), dtype, False)] += scores
+                    self.products[op, Operand((*stack, rows, stop), dtype, False), keys] += by_weights
+                    self.products[op, Operand((*stack, stop, rows), dtype, True), queries] += by_turned
+
+            note(self._op, 1, 1, 0)
+
+            def back(g: Array) -> Array:
+                note(self._op, num_scores, 1, 2)
+                dqkv: Array = vjp(g)
+                return dqkv
+
+            return y, back
+
+        return attention
+
     def of_rule(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """Return a kernel that updates parameters, and notes its time and the bytes of all passes."""
 
@@ -134,6 +167,7 @@ def watching() -> Iterator[Calls]:
         for name in ("product", "linear", "linear_gelu"):
             stack.enter_context(replaced(name, calls.of_products))
         stack.enter_context(replaced("linear_gelu_back", partial(calls.of_products, turned=True)))
+        stack.enter_context(replaced("causal_attention", calls.of_attention))
         for name in RULES:
             stack.enter_context(replaced(name, calls.of_rule))
         stack.enter_context(hooked_by(calls))

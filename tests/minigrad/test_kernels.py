@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from minigrad import kernels
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of, reference
 from minigrad.models import GPT, GPTConfig
+from minigrad.ops.attention import attend
 from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import dtype_of
 
@@ -156,7 +158,7 @@ def sampler(dtype: Any, *, read_only: bool = False, strided: bool = False, odd: 
 
 
 def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> None:
-    composed = {"block_step"}  # where the reference is the model's own ops: see test_generation.py
+    composed = {"block_step", "causal_attention"}  # where the reference is ops: see test_generation.py, and below
     assert {case.split()[0] for case in CASES} == set(kernels.names(cpu)) - composed
     assert set(kernels.names(cpu)) <= set(kernels.names(reference))
 
@@ -225,6 +227,106 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(cpu: Any, name: str) 
     for i in range(len(x)):
         for part, all_rows in zip(outputs(cpu, name, [x[i : i + 1].copy(), *rest]), whole, strict=True):
             np.testing.assert_array_equal(part[0], all_rows[i])
+
+
+# Causal attention whole, which the reference leaves to the op.
+
+
+def attention_pair(cpu: Any, qkv: Array, num_heads: int, g: Array) -> list[tuple[Array, Array]]:
+    """Return the output and the gradient of the compiled kernel, each beside that of the composed op."""
+    y, vjp = cpu.causal_attention(qkv, num_heads)
+    batch, time, width = y.shape
+    expected, dqkv = np.empty(y.shape, y.dtype), np.empty(qkv.shape, y.dtype)
+
+    def heads(x: Array, parts: int) -> list[Array]:
+        x = x.reshape(batch, time, parts, num_heads, width // num_heads)
+        return [x[:, :, i].swapaxes(1, 2) for i in range(parts)]
+
+    backward = attend(*heads(qkv, 3), *heads(expected, 1), causal=True, mask=None)
+    backward(*heads(g, 1), *heads(dqkv, 3))
+    return [(y, expected), (vjp(g), dqkv)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "time", "num_heads", "d"),
+    # One query; fewer than a block; blocks that are kept, whole and not; those that are not; a head of one number.
+    [(1, 1, 1, 3), (2, 5, 3, 2), (2, 64, 2, 8), (3, 47, 2, 4), (2, 130, 3, 5), (1, 65, 1, 1), (0, 7, 2, 4)],
+)
+def test_causal_attention_is_what_its_products_give(
+    cpu: Any, batch: int, time: int, num_heads: int, d: int, dtype: Any
+) -> None:
+    whole_attention(cpu)
+    for kind in ({}, {"strided": True}, {"read_only": True}):
+        sample = sampler(dtype, **kind)  # type: ignore[arg-type]
+        qkv, g = sample(batch, time, 3 * num_heads * d), sample(batch, time, num_heads * d)
+        for got, expected in attention_pair(cpu, qkv, num_heads, g):
+            tolerance = 2e-6 if dtype == np.float32 else 1e-14
+            np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * abs(expected).max(initial=1))
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("time", [9, 70])
+def test_causal_attention_gives_nan_where_the_composed_op_does(cpu: Any, odd: float, time: int) -> None:
+    whole_attention(cpu)
+    for place in (0, 7, 13):  # among the queries, the keys, the values; of the last position, which only it sees
+        qkv, g = sampler(np.float32)(1, time, 18), sampler(np.float32)(1, time, 6)
+        qkv[0, -1, place] = odd
+        with np.errstate(all="ignore"):
+            pairs = attention_pair(cpu, qkv, 3, g)
+        for got, expected in pairs[:1]:
+            np.testing.assert_array_equal(np.isnan(got[0, -1]), np.isnan(expected[0, -1]))
+            assert np.isfinite(got[0, : (time - 1) // 32 * 32]).all()
+
+
+def test_causal_attention_of_scores_that_are_all_minus_infinity_is_0(cpu: Any) -> None:
+    whole_attention(cpu)
+    qkv = np.ones((1, 1, 3), np.float64)
+    qkv[0, 0, :2] = 1e200, -1e200
+    with np.errstate(over="ignore"):
+        (y, expected), (dqkv, _) = attention_pair(cpu, qkv, 1, np.ones((1, 1, 1)))
+    np.testing.assert_array_equal(y, expected)
+    assert dqkv[0, 0, 2] == 0
+
+
+def test_ranks_that_are_threads_have_room_of_their_own(cpu: Any) -> None:
+    whole_attention(cpu)
+    qkv, g = sampler(np.float32)(2, 150, 36), sampler(np.float32)(2, 150, 12)
+
+    def train(_: int) -> list[Array]:
+        y, vjp = cpu.causal_attention(qkv, 3)
+        return [y, vjp(g)]
+
+    first = train(0)
+    with ThreadPoolExecutor(4) as pool:
+        for result in pool.map(train, range(40)):
+            for got, expected in zip(result, first, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+def whole_attention(cpu: Any) -> None:
+    """Skip the test where NumPy's BLAS is one that is not known."""
+    if not hasattr(cpu, "causal_attention"):
+        pytest.skip("no product of BLAS was found")
+
+
+def test_where_blas_is_not_found_attention_is_composed() -> None:
+    pytest.importorskip("numba")
+    program = """
+import numpy as np
+from unittest import mock
+from minigrad.kernels import compiling
+with mock.patch("ctypes.CDLL", lambda *args: object()):
+    from minigrad.kernels import blas
+assert not blas.is_available
+import minigrad as mg
+y = mg.causal_attention(np.ones((2, 64, 96), np.float32), num_heads=4)
+np.testing.assert_allclose(y.data, 1, rtol=1e-6)
+from minigrad.kernels import cpu
+assert not hasattr(cpu, "causal_attention")
+"""
+    result = run(program)
+    assert result.returncode == 0, result.stderr
 
 
 # Which kernels an op gets.

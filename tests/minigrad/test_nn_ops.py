@@ -44,11 +44,14 @@ def test_causal_attention_is_the_general_one_of_its_parts() -> None:
     def joined(x: Array) -> Array:
         return x.swapaxes(1, 2).reshape(2, 70, 6)
 
-    np.testing.assert_array_equal(fused.data, joined(general.data))
+    def close(got: Any, expected: Array) -> None:  # the blocks of queries differ in size
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    close(fused.data, joined(general.data))
     mg.backward_with_grad(fused, g)
     mg.backward_with_grad(general, g.reshape(2, 70, 3, 2).swapaxes(1, 2))
     expected = [joined(x.grad) for x in parts if x.grad is not None]
-    np.testing.assert_array_equal(qkv.grad, np.concatenate(expected, -1))
+    close(qkv.grad, np.concatenate(expected, -1))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -55,7 +55,7 @@ RULES = {
         {"numpy", "cupy", "cuda", "ml_dtypes", "msgspec", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"
     ),
     "minigrad.kernels": Rule(
-        {"numpy", "numba", "minigrad.backend", *KERNELS}, "minigrad.kernels.scalars -> minigrad.tape"
+        {"numpy", "numba", "llvmlite", "minigrad.backend", *KERNELS}, "minigrad.kernels.scalars -> minigrad.tape"
     ),
     # A family of kernels knows no other, but for products.
     **{
@@ -118,6 +118,7 @@ SOLE_IMPORTER = {
     "mpi4py": "distributed.comm.mpi",
     "cupy": "minigrad.backend",
     "numba": "minigrad.kernels.compiling",
+    "llvmlite": "minigrad.kernels.compiling",
     "cuda": "minigrad.backend",
     "cudnn": "minigrad.kernels.attention.cudnn_attention",
     "matplotlib": "pipeline.schedules.drawing.png, distributed.run.plots",
