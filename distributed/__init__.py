@@ -15,9 +15,9 @@ from distributed.comm.world import (
     world,
 )
 from distributed.data_parallel.batch_norm import SyncBatchNorm
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.exact import weights_sha256
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.ddp import DistributedDataParallel
-from distributed.data_parallel.exact import weights_sha256
 from distributed.data_parallel.pipeline_trainer import PipelineTrainer
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.data_parallel.trainer import (

@@ -3,7 +3,7 @@
 A rank that clips by the norm of its own parameters scales them by another factor than its neighbours do, and nothing
 shows it but a model that learns worse. So `minigrad.clipping.clip_by_global_norm` refuses parameters of a part.
 
-Where gradients are exact sums (`data_parallel/exact.py`) their norm is one too: the same bits in every layout.
+Where gradients are exact sums (`data_parallel/buckets/exact.py`) their norm is one too: the same bits in every layout.
 """
 
 from __future__ import annotations

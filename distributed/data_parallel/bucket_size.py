@@ -15,7 +15,7 @@ is ready plus what k and all after it take: linear in k for the full ones, which
     k = n        T                  + a + b last                        all is hidden but the last one
 
 Smaller buckets cost latencies and leave less at the end. That a launch costs the backward time too, and that the first
-and the last bucket are smaller (`plan.py`), is left out.
+and the last bucket are smaller (`buckets/plan.py`), is left out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 from distributed.agreement import same_on_all
 from distributed.clipping import ModelPart, WholeModel, clip_by_global_norm, global_norm
 from distributed.comm.communicator import Array, Communicator
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.join import until_all_are_through
 from distributed.data_parallel.reduction import Reduction
@@ -59,12 +59,13 @@ class DistributedDataParallel:
         comm: the ranks that hold replicas.
         bucket_bytes, comm_hook: see `GradientBucketManager`.
         zero: what ranks share out among them and no longer hold each: 0 nothing, 1 the optimizer's state, 2 that and
-            gradients; see `sharded.py`. Make the optimizer by `ddp.optimizer(rule)`. One rank alone has all, as with 0.
+            gradients; see `zero/sharded.py`. Make the optimizer by `ddp.optimizer(rule)`. One rank alone has all, as
+            with 0.
         whole: which parameters no shard cuts: with zero, what a rule needs whole, such as `muon.is_hidden_matrix`.
         step_early: let `wait` return, and a step begin, before all buckets are there; the next forward waits only for
-            the layers that it needs: see `early.py`. Make the optimizer by `ddp.optimizer(rule)`.
+            the layers that it needs: see `buckets/early.py`. Make the optimizer by `ddp.optimizer(rule)`.
         sums: "exact" adds gradients, norm and mean up so that every layout with the same micro-batches has the same
-            bits: see `exact.py`. Twice the bytes travel.
+            bits: see `buckets/exact.py`. Twice the bytes travel.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
         buffers: what `wait` does with buffers that training changes, such as running means: see `BUFFERS`.
         recorder: of the pipeline that the model is in, so that one timeline has all of it.

@@ -20,7 +20,7 @@ import numpy as np
 
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.sequence import MessageSteps, SequenceWork, Turn
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.protocols import HasTensors, Packs
 from minigrad.backend import xp_of
 from minigrad.flat import FlatRange

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from distributed.comm.communicator import Communicator
-from distributed.data_parallel.bucket import BucketOptions
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.bucket import BucketOptions
+from distributed.data_parallel.buckets.early import EarlyBuckets
+from distributed.data_parallel.buckets.exact import ExactBuckets
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
-from distributed.data_parallel.early import EarlyBuckets
-from distributed.data_parallel.exact import ExactBuckets
-from distributed.data_parallel.sharded import ShardedBuckets
-from distributed.data_parallel.sharded_gradients import GradientShards
+from distributed.data_parallel.zero.sharded import ShardedBuckets
+from distributed.data_parallel.zero.sharded_gradients import GradientShards
 from distributed.trace.recorder import Recorder
 from minigrad.parameter import Parameter
 

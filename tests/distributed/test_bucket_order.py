@@ -10,8 +10,8 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld, Mesh
+from distributed.data_parallel.buckets.launch_order import LaunchOrder
 from distributed.data_parallel.comm_hooks import compressed
-from distributed.data_parallel.launch_order import LaunchOrder
 from minigrad.flat import zero_grad
 from minigrad.models import gpt
 from minigrad.nn import Module

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed import GradientBucketManager, SoloCommunicator
-from distributed.data_parallel import plan as planning
-from distributed.data_parallel.plan import plan_buckets
+from distributed.data_parallel.buckets import plan as planning
+from distributed.data_parallel.buckets.plan import plan_buckets
 from minigrad import FlatBuffer, Parameter
 
 ELEMENT_BYTES = 8

@@ -12,7 +12,7 @@ from jobs import needs_mpirun, run_job
 
 from distributed import DistributedDataParallel, ReduceOp, launched_by_mpi
 from distributed.comm.calls import Call, call_site, describe_mismatch
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from minigrad import backward_with_hooks
 from minigrad.models import MLP
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.compression import LARGEST, ErrorFeedback
 
 QUANTUM = {"int8": 1 / 254, "float8_e4m3fn": 1 / 16, "float16": 2**-11, "bfloat16": 2**-8}  # of a slice's largest

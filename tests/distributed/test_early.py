@@ -5,7 +5,7 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, Mesh, SoloCommunicator, Work
-from distributed.data_parallel.early import EarlyOptimizer
+from distributed.data_parallel.buckets.early import EarlyOptimizer
 from minigrad import nn, optim, rng
 from minigrad.models import gpt
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage

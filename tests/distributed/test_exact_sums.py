@@ -10,7 +10,7 @@ import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, clip_by_global_norm
 from distributed.clipping import global_norm
 from distributed.comm.communicator import Communicator
-from distributed.data_parallel.exact import weights_sha256
+from distributed.data_parallel.buckets.exact import weights_sha256
 from minigrad import rng
 from minigrad.flat import FlatBuffer
 from minigrad.models import gpt

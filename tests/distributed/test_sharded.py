@@ -11,7 +11,7 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld, Mesh, clip_by_global_norm
-from distributed.data_parallel.shards import gather_shards, reduce_to_shards
+from distributed.data_parallel.zero.shards import gather_shards, reduce_to_shards
 from minigrad import nn, optim, rng
 from minigrad.models import gpt
 from minigrad.muon import Muon, is_hidden_matrix

@@ -34,6 +34,7 @@ class Rule(NamedTuple):
 
 TENSORS = {"numpy", "minigrad"}
 RANKS = {"numpy", "distributed.comm", "distributed"}
+BUCKETS = {"distributed.data_parallel.buckets", "distributed.data_parallel.zero"}
 EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
 KERNELS = {
     f"minigrad.kernels.{family}"
@@ -81,8 +82,16 @@ RULES = {
         "distributed.stop -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel": Rule(
-        RANKS | TENSORS | {"minigrad.nn", "distributed.trace", "ml_dtypes"},
+        RANKS | TENSORS | BUCKETS | {"minigrad.nn", "distributed.trace", "ml_dtypes"},
         "distributed.data_parallel.ddp -> minigrad.ops.linalg",
+    ),
+    "distributed.data_parallel.buckets": Rule(
+        RANKS | TENSORS | {"distributed.trace", "distributed.data_parallel.comm_hooks"},
+        "distributed.data_parallel.buckets.manager -> distributed.data_parallel.zero.shards",
+    ),
+    "distributed.data_parallel.zero": Rule(
+        RANKS | TENSORS | {"distributed.data_parallel.buckets", "distributed.data_parallel.comm_hooks"},
+        "distributed.data_parallel.zero.shards -> distributed.data_parallel.ddp",
     ),
     "distributed.checkpoint": Rule(
         RANKS | TENSORS | {"minigrad.nn", "safetensors", "msgspec"},

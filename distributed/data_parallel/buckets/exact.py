@@ -30,8 +30,8 @@ import numpy as np
 
 from distributed.clipping import ModelPart
 from distributed.comm.communicator import Communicator
-from distributed.data_parallel.bucket import Bucket, BucketOptions
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.bucket import Bucket, BucketOptions
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from minigrad.backend import to_host
 from minigrad.parameter import Parameter
 

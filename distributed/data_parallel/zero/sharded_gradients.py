@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Unpack
 
 from distributed.comm.communicator import Array, Communicator, Work
-from distributed.data_parallel.bucket import UNREDUCED, Bucket, BucketOptions
-from distributed.data_parallel.sharded import IN_SHARDS, ShardedBuckets
+from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions
+from distributed.data_parallel.zero.sharded import IN_SHARDS, ShardedBuckets
 from minigrad.backend import xp_of
 from minigrad.parameter import Hold, Parameter
 

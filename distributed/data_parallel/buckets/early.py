@@ -22,9 +22,9 @@ from typing import Any, Unpack
 
 from distributed.clipping import PartNorm
 from distributed.comm.communicator import Communicator
-from distributed.data_parallel.arrivals import Arrival, waiting_for_values
-from distributed.data_parallel.bucket import UNREDUCED, Bucket, BucketOptions
-from distributed.data_parallel.buckets import THE_VERDICT, GradientBucketManager
+from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_values
+from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions
+from distributed.data_parallel.buckets.manager import THE_VERDICT, GradientBucketManager
 from minigrad.flat import TensorSlice
 from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Hold, Parameter, check_usable

@@ -31,11 +31,11 @@ from typing import NoReturn, Unpack
 
 from distributed.clipping import PartNorm
 from distributed.comm.communicator import Array, Communicator, Work
-from distributed.data_parallel.arrivals import Arrival, waiting_for_values
-from distributed.data_parallel.bucket import UNREDUCED, Bucket, BucketOptions
-from distributed.data_parallel.buckets import GradientBucketManager
+from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_values
+from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions
+from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook
-from distributed.data_parallel.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
+from distributed.data_parallel.zero.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
 from minigrad.backend import xp_of
 from minigrad.clipping import clip_arrays, norm_of
 from minigrad.flat import FlatRange, TensorSlice, slices_in

@@ -24,11 +24,11 @@ import numpy as np
 
 from distributed.clipping import PartNorm
 from distributed.comm.communicator import Communicator, Work
-from distributed.data_parallel.bucket import BROKEN, REDUCING, UNREDUCED, Bucket
+from distributed.data_parallel.buckets.bucket import BROKEN, REDUCING, UNREDUCED, Bucket
+from distributed.data_parallel.buckets.launch_order import LaunchOrder
+from distributed.data_parallel.buckets.plan import default_bucket_bytes, plan_buckets
+from distributed.data_parallel.buckets.verdict import Verdict
 from distributed.data_parallel.comm_hooks import CommHook, allreduce, average
-from distributed.data_parallel.launch_order import LaunchOrder
-from distributed.data_parallel.plan import default_bucket_bytes, plan_buckets
-from distributed.data_parallel.verdict import Verdict
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
 from minigrad.clipping import scale_to_norm

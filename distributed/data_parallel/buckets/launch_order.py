@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from distributed.comm.communicator import Communicator
-from distributed.data_parallel.bucket import Bucket
+from distributed.data_parallel.buckets.bucket import Bucket
 
 
 class LaunchOrder:

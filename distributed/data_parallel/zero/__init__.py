@@ -1,0 +1,1 @@
+"""ZeRO: buckets of which each rank keeps a shard."""
