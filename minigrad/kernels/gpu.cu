@@ -452,9 +452,9 @@ extern "C" __global__ void sigmoid_dx(const T* g, const T* y, T* dx, Index n) {
     store8(dx, i, end, VECTORS, a);
   });
 }
-// From -40 down SiLU and its derivative are 0, from 40 up x and 1, to 1e-15: no inf times 0. A nan stays one.
+// From -100 down SiLU and its derivative are 0, from 100 up x and 1: no inf times 0. A nan stays one.
 __device__ inline float silu_at(float x, float& d) {
-  float outer = x < -40 ? -40 : x, inner = outer > 40 ? 40 : outer, s = logistic(inner);
+  float outer = x < -100 ? -100 : x, inner = outer > 100 ? 100 : outer, s = logistic(inner);
   d = s + inner * s * (1 - s);
   return outer * s;
 }
