@@ -1,7 +1,7 @@
 """A small GPT in any layout, trained by a loop that goes on when ranks die; and what it must end with."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -16,7 +16,7 @@ from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage
 
-CONFIG = gpt.GPTConfig(vocab_size=11, context=4, num_layers=4, num_heads=1, width=4, dropout=0.2)
+CONFIG = gpt.GPTConfig(vocab_size=11, context=4, num_layers=2, num_heads=1, width=4, dropout=0.2)
 TOKENS = np.random.default_rng(5).integers(0, 11, 400)
 BATCH = 12
 
@@ -33,9 +33,11 @@ class Toy:
 def builder(pp: int = 1, schedule: str = "1f1b", lr: Any = 1e-2) -> Callable[[Communicator], Toy]:
     """Return what builds a toy for a communicator: pipelines of `pp` ranks, as many as fit."""
 
+    config = replace(CONFIG, num_layers=max(2, SCHEDULES[schedule].num_stages(pp)))
+
     def build(comm: Communicator) -> Toy:
         mesh = Mesh(comm, dp=comm.size // pp, pp=pp)
-        stages = PipelineStage.of(gpt.layers(CONFIG), mesh.pp, SCHEDULES[schedule], seed=1, dtype=np.float64)
+        stages = PipelineStage.of(gpt.layers(config), mesh.pp, SCHEDULES[schedule], seed=1, dtype=np.float64)
         optimizer = Optimizer(stages.parameters(), AdamW(lr))
         data = TokenBatches(TOKENS, batch_size=BATCH, context=4, seed=2, rank=mesh.dp.rank, size=mesh.dp.size)
         ddp = DistributedDataParallel(stages, mesh.dp)
