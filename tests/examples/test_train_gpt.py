@@ -22,6 +22,7 @@ from pipeline import SCHEDULES, PipelineStage
 SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
 TINY = f"{SIZES} --dropout 0.1 --dtype float64 --lr-scale embed=0.5,head=2".split(" ")
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+LIGHTLY = [str(ROOT / "tests" / "support" / "lightly.py"), "train_gpt"]  # the script without pictures
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_process(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    result = run_job([SCRIPT, *tiny], ranks=None, cwd=tmp_path_factory.mktemp("one_process"))
+    result = run_job([*LIGHTLY, *tiny], ranks=None, cwd=tmp_path_factory.mktemp("one_process"))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -54,7 +55,7 @@ def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> N
 )
 def test_every_layout_trains_the_same_model(one_process: str, tiny: list[str], layout: str, tmp_path: Path) -> None:
     ranks = 4 if "--dp 2 --pp 2" in layout else 2
-    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *layout.split()], ranks=ranks, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *layout.split()], ranks=ranks, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert learned(result.stdout) == learned(one_process)
 
@@ -65,12 +66,12 @@ def test_shards_train_the_same_model_and_go_on_in_another_layout(
     one_process: str, tiny: list[str], tmp_path: Path
 ) -> None:
     flags = [*tiny, *shlex.split("--dp 2 --pp 2 --microbatches 2 --zero 2 --run here")]
-    result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=4, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=4, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert learned(result.stdout) == learned(one_process)
     halfway = str(tmp_path / "here" / "checkpoints" / "step-00000002")
     flags = [*tiny, *shlex.split(f"--resume {halfway} --dp 1 --pp 2 --microbatches 3 --zero 0 --run there")]
-    result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=2, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert learned(result.stdout) == learned(one_process)
 
@@ -83,7 +84,7 @@ def test_exact_sums_give_one_hash_of_the_weights_in_every_layout(tiny: list[str]
     hashes = set()
     for number, (layout, ranks) in enumerate(layouts.items()):
         flags = [*exact, *layout.split(), "--run", f"run{number}"]
-        result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=ranks, cwd=tmp_path)
+        result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=ranks, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         hashes |= set(re.findall(r"^weights ([0-9a-f]{64})$", result.stdout, re.MULTILINE))
     assert len(hashes) == 1
@@ -92,14 +93,14 @@ def test_exact_sums_give_one_hash_of_the_weights_in_every_layout(tiny: list[str]
         *exact,
         *shlex.split(f"--resume {halfway} --dp 1 --pp 2 --schedule zero_bubble_h1 --microbatches 4 --run on"),
     ]
-    result = run_job(["-m", "mpi4py", SCRIPT, *flags], ranks=2, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=2, cwd=tmp_path)
     assert re.findall(r"^weights (\w+)$", result.stdout, re.MULTILINE) == list(hashes), result.stderr
 
 
 @needs_mpirun
 def test_the_timeline_shows_the_last_step_on_every_rank(tiny: list[str], tmp_path: Path) -> None:
     layout = ["--dp", "2", "--pp", "2", "--microbatches", "2", "--steps", "2", "--run", "here"]
-    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *layout], ranks=4, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *layout], ranks=4, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     trace = json.loads((tmp_path / "here" / "timeline.json").read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -138,11 +139,11 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags: str, line: str, tmp_pat
 def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be, " * 40)
-    result = run_job([SCRIPT, *TINY, "--text", "text", "--vocab", "300"], ranks=None, cwd=tmp_path)
+    result = run_job([*LIGHTLY, *TINY, "--text", "text", "--vocab", "300"], ranks=None, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "validation loss" in result.stdout
     assert "trigram" not in result.stdout
-    result = run_job([SCRIPT, *TINY, "--text", "text", "--vocab", "100"], ranks=None, cwd=tmp_path)
+    result = run_job([*LIGHTLY, *TINY, "--text", "text", "--vocab", "100"], ranks=None, cwd=tmp_path)
     assert result.returncode == 2
     assert re.search(r"^train_gpt.py: .*100", result.stderr), result.stderr
 
@@ -151,7 +152,7 @@ def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
 def test_the_numbers_are_what_they_were(tiny: list[str], tmp_path: Path) -> None:
     """Every layout could leave out the same thing: clipping, a fresh dropout mask each step, a window's weight."""
     flags = shlex.split("--dp 2 --lr 0.03 --lr-scale embed=1 --run here --bucket-mb 0.01 --check-every 2")
-    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
     assert losses == pytest.approx([5.547860548689599, 4.961436873899422, 4.222565230060095, 3.823816592687667], 1e-9)
@@ -172,7 +173,7 @@ def test_a_run_with_compression_goes_on_bit_by_bit_and_says_what_it_sent(
     for flags in ("--run here", "--run again --resume {}"):
         middle = min((tmp_path / "here" / "checkpoints").glob("*2"), default="")
         flags = f"--dp 2 --compress {dtype} {flags.format(middle)}"
-        result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags.split()], ranks=2, cwd=tmp_path)
+        result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags.split()], ranks=2, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         assert re.search(r"a rank sent [\d,]+ bytes of gradients, [\d,]+ without --compress", result.stdout)
         metrics = (tmp_path / flags.split()[5] / "metrics.jsonl").read_text().splitlines()
@@ -190,7 +191,7 @@ def test_a_run_with_compression_goes_on_in_any_layout_and_with_any_other(tiny: l
     layouts += ["--dp 1 --pp 2 --microbatches 2 --compress int8", f"{plain} none", f"{plain} topk"]
     for steps, layout in enumerate(layouts, start=1):
         flags = f"{layout} --steps {steps} --resume auto --run here".split()
-        result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
+        result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         anew = "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
         assert (anew in result.stderr) == (steps in (2, 3, 4, 6)), (steps, result.stderr)  # 4 kept nothing for 5
@@ -222,9 +223,9 @@ def test_the_learning_rate_and_the_rule_are_as_the_flags_say() -> None:
 @needs_mpirun
 def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(tiny: list[str], tmp_path: Path) -> None:
     flags = ["--clip", "0", "--run", "plain"]
-    assert run_job([SCRIPT, *tiny, *flags], ranks=None, cwd=tmp_path).returncode == 0
+    assert run_job([*LIGHTLY, *tiny, *flags], ranks=None, cwd=tmp_path).returncode == 0
     flags = shlex.split("--clip 0 --dp 2 --microbatches 3 --eval-every 2 --run parts")
-    result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     plain, parts = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -255,13 +256,13 @@ def test_a_sample_ends_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -
 @needs_mpirun
 @pytest.mark.long
 def test_a_run_begins_with_another_s_weights_in_any_layout(tiny: list[str], tmp_path: Path) -> None:
-    assert run_job([SCRIPT, *tiny, "--run", "first"], ranks=None, cwd=tmp_path).returncode == 0
+    assert run_job([*LIGHTLY, *tiny, "--run", "first"], ranks=None, cwd=tmp_path).returncode == 0
     first = json.loads((tmp_path / "first" / "summary.json").read_text())["validation_loss"]
     still = shlex.split("--steps 1 --lr 1e-15 --weight-decay 0 --init-from first")
     for layout in ("--dp 2", "--pp 2 --microbatches 2"):
         name = layout[2:4]
         flags = [*still, *layout.split(), "--optimizer", "muon", "--run", name]
-        result = run_job(["-m", "mpi4py", SCRIPT, *tiny, *flags], ranks=2, cwd=tmp_path)
+        result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         loss = json.loads((tmp_path / name / "summary.json").read_text())["validation_loss"]
         assert loss == pytest.approx(first, rel=1e-9)
@@ -270,7 +271,7 @@ def test_a_run_begins_with_another_s_weights_in_any_layout(tiny: list[str], tmp_
         (["--width", "32"], "--width is 16 in --init-from first, got 32"),
         (["--init-from", "nowhere"], "--init-from must be a run, a checkpoint or GPT-2's files, got nowhere"),
     ):
-        result = run_job([SCRIPT, *tiny, *still, *flags], ranks=None, cwd=tmp_path)
+        result = run_job([*LIGHTLY, *tiny, *still, *flags], ranks=None, cwd=tmp_path)
         assert (result.returncode, result.stderr.strip()) == (2, f"train_gpt.py: {words}")
 
 
@@ -282,13 +283,13 @@ def test_gpt_2_is_fine_tuned_from_hugging_face_s_files_in_a_pipeline(tiny: list[
     gpt2.save(model.parameters(), config, tmp_path / "gpt2")
     flags = ["--text", tiny[-1], *shlex.split("--steps 1 --batch 8 --lr 1e-15 --weight-decay 0 --init-from gpt2")]
     layout = shlex.split("--pp 2 --microbatches 2 --run here")
-    result = run_job(["-m", "mpi4py", SCRIPT, *flags, *layout], ranks=2, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags, *layout], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for stored in load_model(tmp_path / "here"), load_model(next((tmp_path / "here" / "checkpoints").glob("step-*"))):
         assert replace(stored.config, dropout=0.0) == config
         for ours, theirs in zip(model.parameters(), stored.parameters(), strict=True):
             np.testing.assert_allclose(ours.data, theirs.data, atol=1e-8)
-    result = run_job([SCRIPT, *flags, "--width", "24"], ranks=None, cwd=tmp_path)
+    result = run_job([*LIGHTLY, *flags, "--width", "24"], ranks=None, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith("train_gpt.py: --width is 12 in --init-from gpt2, got 24")
 
@@ -329,7 +330,8 @@ def test_replicas_share_the_validation_and_each_window_counts_once() -> None:
 POISONED = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import train_gpt
+import lightly
+train_gpt = lightly.load("train_gpt")
 DDP = train_gpt.DistributedDataParallel
 clip, calls = DDP.clip_by_global_norm, []
 

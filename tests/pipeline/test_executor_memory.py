@@ -40,6 +40,7 @@ def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_to_come(ranks, sch
     assert peaks == [min(num_microbatches, peak) for peak in stages_to_come]
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.point_to_point
 def test_every_schedule_keeps_what_its_simulation_says(ranks, schedule):

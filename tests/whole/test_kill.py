@@ -15,7 +15,7 @@ import pytest
 from jobs import MPIRUN, ROOT, environ, needs_mpirun, write_text
 from safetensors.numpy import load_file
 
-SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+LIGHTLY = [str(ROOT / "tests" / "support" / "lightly.py"), "train_gpt"]
 SIZES = "--layers 4 --heads 2 --width 8 --context 8 --batch 12 --dropout 0.1 --dtype float64 --save-every 2 --quiet"
 LAYOUTS = {
     "dp": "--dp 2 --pp 1",
@@ -36,7 +36,7 @@ class Job:
         self._folder = folder
         arguments = [*SIZES.split(), *LAYOUTS[layout].split(), "--steps", str(steps)]
         arguments += ["--text", str(write_text(folder.parent))]
-        command = [sys.executable, "-m", "mpi4py", SCRIPT, *arguments, "--run", str(folder), "--resume", "auto"]
+        command = [sys.executable, "-m", "mpi4py", *LIGHTLY, *arguments, "--run", str(folder), "--resume", "auto"]
         assert MPIRUN is not None
         self._log = (folder.parent / f"{folder.name}.log").open("a")
         self.process = subprocess.Popen(
@@ -58,10 +58,10 @@ class Job:
             elif time.monotonic() > last_seen + LAUNCHER_SECONDS:
                 self.process.kill()  # Open MPI's may wait for ever for one that died while another came up
             assert time.monotonic() < deadline, "ranks live on after the death of another"
-            time.sleep(0.01)
+            time.sleep(0.1)  # to look for them takes milliseconds
         while list(self.ranks()):
             assert time.monotonic() < deadline, "ranks live on after their launcher"
-            time.sleep(0.01)
+            time.sleep(0.1)
         self._log.close()
         return self.process.returncode
 
