@@ -148,11 +148,13 @@ def _choices(problem: Problem, rule: Rule) -> list[list[_Choice]]:
         for at, s in enumerate(stages):
             kept, later = problem.activations[s], problem.deferred[s]
             reserved = sum(problem.activations[after] for after in stages[at + 1 :]) if rule.reserve else 0.0
+            if later > kept:  # or no backward finds room
+                reserved += later - kept
             latest_f, pace_f, latest_b, pace_b = _latest(problem, rule.target, s)
             f, b, w = rule.offsets[s]
             own += [
                 _Choice(_F, s, problem.forward[s], f, kept, kept + reserved, latest_f, pace_f),
-                _Choice(_B, s, problem.backward_input[s], b, later - kept, min(0.0, later - kept), latest_b, pace_b),
+                _Choice(_B, s, problem.backward_input[s], b, later - kept, later - kept, latest_b, pace_b),
                 _Choice(_W, s, problem.backward_weight[s], w, -later, -later, _NEVER, 0.0),
             ]
         choices.append(own)

@@ -1,8 +1,9 @@
 """Search: for given times, links and memory, an order whose step is short, and how short one could be at best.
 
 Orders are built by rules (`greedy`): first a few that are often best, then building blocks drawn at random, half of
-them close to the best one so far. The search ends where a lower bound is met (`bound`), since nothing is left to find,
-or after so many tries or seconds. What it returns is never worse than the best named schedule that fits.
+them close to the best one so far. Where the problem is small, all orders are looked at besides, of which ever more are
+kept (`beam`). The search ends where a lower bound is met (`bound`) or all orders were looked at, since nothing is left
+to find, or after so many tries or seconds. What it returns is never worse than the best named schedule that fits.
 
     found = search(problem, measure="span")
     print(found.report())
@@ -11,12 +12,14 @@ or after so many tries or seconds. What it returns is never worse than the best 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pipeline.schedules.action import Action, Placement
+from pipeline.schedules.beam import MOST_ACTIONS, beam
 from pipeline.schedules.bound import Bound, lower_bounds
 from pipeline.schedules.csv_file import dump, from_text
 from pipeline.schedules.deadlock import check_deadlock_free
@@ -36,6 +39,7 @@ PLACEMENTS: dict[str, tuple[int, Placement]] = {"one": (1, round_robin), "loop":
 """Where stages may be: how many a rank has, and which."""
 
 _EXACT = 1e-9  # relative: what is called equal
+_NARROWEST = 4  # beam
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Found:
         time: its makespan or longest span.
         bounds: times that no order is below.
         named: the best schedule of SCHEDULES that has these stages on these ranks and fits, and its time.
-        num_tries: rules that were tried.
+        num_tries: rules and looks at all orders that were tried.
     """
 
     problem: Problem
@@ -105,7 +109,8 @@ def search(
 
     Args:
         measure: what is to be short, a key of MEASURES.
-        seconds: begin no try after so long.
+        seconds: begin no try after so long, and end a look at all orders.
+        num_tries: rules, and looks at all orders.
     Returns:
         Orders that are valid, fit, and cannot deadlock.
     Raises:
@@ -124,19 +129,29 @@ def search(
     end = time.monotonic() + seconds
     tries = 0
     rules = _Rules(problem, goal, random.Random(seed))
-    for rule in rules:
+    for attempt in rules:
         if best is not None and best[0] <= goal * (1 + _EXACT):
             break
         if tries and (tries == num_tries or time.monotonic() > end):
             break
         tries += 1
-        built = build(problem, rule)
-        if built is None:
+        if isinstance(attempt, Rule):
+            built = build(problem, attempt)
+            if built is None:
+                continue
+            value = (built.span if measure == "span" else built.makespan, built.makespan)
+            rules.note(attempt, value)
+            if best is None or value < best[:2]:
+                best = (*value, built.orders)
             continue
-        value = (built.span if measure == "span" else built.makespan, built.makespan)
-        rules.note(rule, value)
-        if best is None or value < best[:2]:
-            best = (*value, built.orders)
+        below = math.inf if best is None else best[0]
+        looked = beam(problem, span=measure == "span", width=attempt, below=below, end=end)
+        if looked.orders is not None:
+            timeline = problem.simulate(looked.orders)
+            best = (MEASURES[measure](timeline), timeline.makespan, looked.orders)
+        if looked.all and best is not None:
+            bounds.append(Bound(best[0], "all orders: none that could be shorter is left"))
+            break
     if best is None:
         raise ValueError(f"no order that fits was found in {tries} tries")
     schedule = from_text(dump(best[2]), name)  # which validates it
@@ -203,7 +218,7 @@ def _best_named(problem: Problem, measure: str) -> tuple[float, list[list[Action
 
 
 class _Rules:
-    """Yields rules without end: those that are often best, then random ones."""
+    """Yields rules without end: those that are often best, then random ones; and looks at all orders in between."""
 
     def __init__(self, problem: Problem, goal: float, rng: random.Random) -> None:
         self._problem = problem
@@ -223,7 +238,17 @@ class _Rules:
         if self._best is None or value < self._best[0]:
             self._best = value, rule
 
-    def __iter__(self) -> Iterator[Rule]:
+    def __iter__(self) -> Iterator[Rule | int]:
+        """Yield rules, and, the rarer the larger, how many orders to keep in a beam."""
+        num_actions = 3 * self._problem.num_stages * self._problem.num_microbatches
+        width = _NARROWEST if num_actions <= MOST_ACTIONS else math.inf
+        for count, rule in enumerate(self._endless(), 1):
+            yield rule
+            if count >= 2 * width:
+                yield int(width)
+                width *= 4
+
+    def _endless(self) -> Iterator[Rule]:
         yield from self._usual()
         while True:
             if self._best is not None and self._rng.random() < 0.5:

@@ -1,0 +1,64 @@
+"""Which forwards a rank has room for, so that what has begun can always end.
+
+The oldest micro-batch under way must be able to go on. On its rank it finds what younger ones hold at earlier stages,
+and nothing that only its own end would free. So a forward may start where, of all stages of its rank, each later one
+keeps room for a forward of the oldest micro-batch that is still to come to it:
+
+    held by the micro-batches that have passed an earlier stage of the rank, and not this one  +  one more  <= limit
+
+What a backward's weight half waits for takes room too; where that is more than it frees, so much is kept besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.schedules.problem import ROUNDING, Problem
+
+
+class Room:
+    """What the ranks of a problem have room for.
+
+    Attributes:
+        limit: memory that a rank may hold, a rank, with a little for rounding.
+        change: memory that F, B and W of a stage take, or give back where it is negative; a stage.
+        is_ample: whether a rank can hold all micro-batches at all its stages, a rank.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._kept = problem.activations
+        self.limit = [limit * (1 + ROUNDING) for limit in problem.limit]
+        pairs = list(zip(problem.activations, problem.deferred, strict=True))
+        self.change = (list(problem.activations), [d - a for a, d in pairs], [-d for d in problem.deferred])
+        self.is_ample: list[bool] = []
+        self._needs = [0.0] * problem.num_stages  # of a forward, beside what is held
+        # Of a stage, the later ones of its rank, and which of the rank are before those.
+        self._later: list[list[tuple[int, list[int]]]] = [[] for _ in pairs]
+        for rank, own in enumerate(problem.stages_of_rank):
+            growth = max(0.0, *(self.change[1][s] for s in own))
+            all_at_once = problem.num_microbatches * sum(max(pairs[s]) for s in own)
+            self.is_ample.append(all_at_once <= self.limit[rank])
+            for at, s in enumerate(own):
+                self._needs[s] = problem.activations[s] + growth
+                self._later[s] = [(own[i], own[:i]) for i in range(at + 1, len(own))]
+
+    def allows(self, rank: int, stage: int, held: float, forwards: Sequence[int]) -> bool:
+        """Tell whether a rank may start the next forward of one of its stages.
+
+        Args:
+            held: what the rank holds.
+            forwards: how many were started, a stage.
+        """
+        limit = self.limit[rank]
+        if held + self._needs[stage] > limit:
+            return False
+        for later, earlier in self._later[stage]:
+            passed = forwards[later]
+            taken = self._needs[later]
+            for s in earlier:
+                between = forwards[s] + (s == stage) - passed
+                if between > 0:
+                    taken += between * self._kept[s]
+            if taken > limit:
+                return False
+        return True
