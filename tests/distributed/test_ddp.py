@@ -242,6 +242,32 @@ def test_mean_weighs_as_the_gradients_do(ranks):
     ranks.run(program)
 
 
+@pytest.mark.ranks(2, 3)
+def test_the_communicator_averages_where_all_ranks_have_the_same_share(ranks):
+    """And nowhere else: not where one rank alone could know, nor where the share is not 1 / size."""
+
+    def program(comm):
+        averaged = []
+        model = Weights(w=1.0)
+        ddp = DistributedDataParallel(model, comm)
+        average = ddp.comm.average
+        ddp.comm.average = lambda array: averaged.append(array.size) or average(array)
+        for samples, options, is_even in [
+            ([4] * comm.size, {}, True),
+            (samples_by_rank(1, comm.size), {}, False),
+            ([4] * comm.size, {"mean_over": 4.0}, False),
+        ]:
+            averaged.clear()
+            zero_grad(model.parameters())
+            hooks = ddp.hooks(num_samples=samples[comm.rank], **options)
+            mg.backward_with_hooks(model.w * float(comm.rank), hooks)
+            ddp.wait()
+            assert averaged == [1] * is_even
+            np.testing.assert_allclose(model.w.grad, np.average(range(comm.size), weights=samples), rtol=1e-15)
+
+    ranks.run(program)
+
+
 def test_first_sample_counts_those_of_the_ranks_before(ranks):
     def program(comm):
         ddp = DistributedDataParallel(Weights(w=1.0), comm)
