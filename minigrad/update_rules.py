@@ -16,7 +16,7 @@ import numpy as np
 from minigrad import habits
 from minigrad.backend import Array, widened, xp_of
 from minigrad.flat import FlatRange
-from minigrad.kernels import kernels_of
+from minigrad.kernels import kernels_of, kernels_of_runs
 from minigrad.parameter import Parameter
 from minigrad.precision import LossScale
 
@@ -75,7 +75,8 @@ class SGD(TakesALearningRate):
 
     def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
         weight_decay = self.weight_decay if decay else 0.0
-        kernels_of(data, grad, *state.values()).sgd(data, grad, state.get("velocity"), lr, self.momentum, weight_decay)
+        kernels = kernels_of_runs(data, grad, *state.values())
+        kernels.sgd(data, grad, state.get("velocity"), lr, self.momentum, weight_decay)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class AdamW(TakesALearningRate):
         rate, eps = lr / correction1 * correction2, self.eps * correction2
         keep = 1 - lr * self.weight_decay if decay else 1.0
         m, v = state["m"], state["v"]
-        kernels_of(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
+        kernels_of_runs(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
 
     def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:
         """Return what does whole steps on the device that `data` is on, or None; see `reference.adamw_step`."""

@@ -55,6 +55,17 @@ def kernels_of(x: Array, *others: Array) -> Any:
     return _cpu()
 
 
+def kernels_of_runs(x: Array, *others: Array) -> Any:
+    """Return the kernels for runs of larger arrays, which a caller goes through piece by piece: an optimizer's.
+
+    Of a large array the short runs get the compiled ones too. Only for kernels that have the bits of the reference:
+    how memory is cut into runs changes no number.
+    """
+    if type(x) is np.ndarray and x.size < _LARGE and x.base is not None and x.base.size >= 16 * _LARGE:
+        return kernels_of(x.base, x, *others)
+    return kernels_of(x, *others)
+
+
 def _of_gpu_arrays(*arrays: Any) -> Any:
     """Return the kernels for arrays of which the first is none of NumPy's."""
     dtype = getattr(arrays[0], "dtype", None)

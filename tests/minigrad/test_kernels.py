@@ -19,7 +19,7 @@ from kernel_modes import use_kernels
 import minigrad as mg
 from minigrad import kernels
 from minigrad.backend import Array
-from minigrad.kernels import kernels_of, reference
+from minigrad.kernels import kernels_of, kernels_of_runs, reference
 from minigrad.models import GPT, GPTConfig
 from minigrad.ops.attention import attend
 from minigrad.optim import AdamW, Optimizer
@@ -339,6 +339,15 @@ def test_large_arrays_of_one_dtype_get_the_compiled_ones(cpu: Any) -> None:
     assert kernels_of(large).softplus is reference.softplus  # which numba would not make faster
     for arrays in [(small, large), (large.astype(np.float16),), (large, small.astype(float)), (large.astype(">f4"),)]:
         assert kernels_of(*arrays).gelu is reference.gelu
+
+
+def test_a_short_run_of_a_large_array_gets_the_compiled_ones(cpu: Any) -> None:
+    large, small = np.zeros(16 * kernels._LARGE, np.float32), np.zeros(16 * kernels._LARGE - 1, np.float32)
+    assert kernels_of_runs(large[3:9], small[:6]).adamw is cpu.adamw
+    assert kernels_of_runs(small[3:9], large[:6]).adamw is reference.adamw
+    assert kernels_of_runs(large[3:9], small[:6].astype(float)).adamw is reference.adamw
+    assert kernels_of_runs(np.zeros(5, np.float32)).adamw is reference.adamw
+    assert kernels_of_runs(large).adamw is cpu.adamw
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
