@@ -8,7 +8,8 @@ with the smallest and the largest in brackets.
 
 On one host minigrad's gradients lie in memory that both ranks see, and gloo's travel over TCP; between hosts both use
 TCP. PyTorch's DDP runs with gradient_as_bucket_view, static_graph, fused AdamW and buckets of several sizes; the best
-size counts. The whole machine: what a user would choose, a rank a core against one process with all threads.
+size counts. Both loops are a forward, a backward and a step; our trainers take the norm of all gradients besides, which
+has a line of its own. The whole machine: what a user would choose, a rank a core against one process with all threads.
 
 Hidden is the part of the messages' own time by which a step does not get longer: 1 - (inside - alone) / messages. Its
 bound is what is possible for these buckets if they travel one after the other, each from when it is ready, less the
@@ -167,9 +168,11 @@ def columns(rows: Sequence[Sequence[float]]) -> list[float]:
     return [median(column) for column in zip(*rows, strict=True)]
 
 
-def compare(size: str, ours: Sequence[Result], theirs: Sequence[Result], target: float) -> Iterator[Line]:
-    """Compare tokens a second, round by round, with the best size of PyTorch's buckets."""
-    speeds = [tokens(size) / s for s in seconds(ours, "inside")]
+def compare(
+    size: str, ours: Sequence[Result], theirs: Sequence[Result], target: float, loop: str = "inside"
+) -> Iterator[Line]:
+    """Compare tokens a second of one of our loops, round by round, with the best size of PyTorch's buckets."""
+    speeds = [tokens(size) / s for s in seconds(ours, loop)]
     peers = {name: [tokens(size) / s for s in seconds(theirs, name)] for name in theirs[0]["seconds"]}
     yield Line(f"{size}: minigrad", speeds, "tokens/s")
     for name, values in peers.items():
@@ -239,17 +242,19 @@ def one_host(host: Host, num_rounds: int) -> Iterator[str]:
     for size in ("nano-cpu", "baby"):
         ours, theirs, alone = [], [], []
         for _ in range(num_rounds):
-            ours.append(host.minigrad(size, BATCH[size]))
+            ours.append(host.minigrad(size, BATCH[size], (*LOOPS, "inside")))
             theirs.append(host.torch(size, BATCH[size], MEBIBYTES[size]))
             alone.append(one_process(size))
         if size == "nano-cpu":
             yield f"two ranks on one host; cores that a rank may use: {ours[0]['affinity']}, {theirs[0]['affinity']}"
-        yield from map(str, compare(size, ours, theirs, SPEED_RATIO[size]))
+        yield from map(str, compare(size, ours, theirs, SPEED_RATIO[size], "plain"))
+        trainer = [tokens(size) / s for s in seconds(ours, "inside")]
+        yield str(Line(f"{size}: minigrad's trainer, which takes a norm", trainer, "tokens/s"))
         yield str(products(size, num_rounds))
-        yield from map(str, shards(size, [host.minigrad(size, BATCH[size], LOOPS) for _ in range(num_rounds)]))
+        yield from map(str, shards(size, ours))
         whole = [tokens(size) / s for s in seconds(alone, "torch")]
         yield str(Line(f"{size}: one PyTorch process, {os.cpu_count()} threads", whole, "tokens/s"))
-        ratios = [tokens(size) / s / peer for s, peer in zip(seconds(ours, "inside"), whole, strict=True)]
+        ratios = [tokens(size) / s / peer for s, peer in zip(seconds(ours, "plain"), whole, strict=True)]
         yield str(Line(f"{size}: minigrad / one PyTorch process", ratios, "x", MACHINE_RATIO[size]))
     mlp = [host.minigrad("mlp", MLP_BATCH // NUM_RANKS) for _ in range(num_rounds)]
     speeds = [MLP_BATCH / s for s in seconds(mlp, "inside")]
