@@ -19,7 +19,7 @@ from minigrad import rng
 from minigrad.mode import replaying
 from minigrad.parameter import Parameter
 from minigrad.tape import Node, Replay, collect
-from minigrad.tensor import Tensor
+from minigrad.tensor import Tensor, made_by
 from minigrad.versions import tick
 
 
@@ -49,12 +49,14 @@ def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
             what = parent.name if isinstance(parent, Node) else parent.label
             raise ValueError(f"recompute of {name}: it uses a tensor from outside ({what}); pass it as an argument")
 
+    held = [_held(x) for x in args]
+
     def run() -> tuple[Tensor, int]:
         since = tick()
         with rng.replay(scope), replaying():
-            return function(*args), since
+            return function(*held), since
 
-    kept = [x for x in (*args, *parents) if isinstance(x, Tensor)]
+    kept = [x for x in (*held, *parents) if isinstance(x, Tensor)]
     versions = {version for node in nodes for version in node.versions} | {x.version for x in kept}
     output.node = Node(
         "recompute",
@@ -66,3 +68,12 @@ def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
         versions=tuple(versions),
     )
     return output
+
+
+def _held(x: Any) -> Any:
+    """Return an argument with its values of now: who has sent them off may let go of them before the replay."""
+    if not isinstance(x, Tensor) or x.node is None:
+        return x
+    held = made_by(x.node, x.data, x.weight_side)
+    held._version = x.version
+    return held

@@ -17,7 +17,8 @@ from pipeline.schedules.lower import lower
 from pipeline.schedules.measured import events
 from pipeline.schedules.orders import forward_only, gpipe, one_f_one_b, zbv, zero_bubble_h1, zero_bubble_h2
 from pipeline.schedules.schedule import FORWARD_ONLY, SCHEDULES, Schedule, interleaved_1f1b, looped_bfs
-from pipeline.schedules.simulate import Timed, Timeline, simulate
+from pipeline.schedules.simulate import simulate
+from pipeline.schedules.timeline import Timed, Timeline
 from pipeline.schedules.validate import validate
 
 if TYPE_CHECKING:

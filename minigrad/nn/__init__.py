@@ -10,6 +10,7 @@ from minigrad.nn.layers import Conv2d, Dropout, Embedding, Linear, MultiHeadAtte
 from minigrad.nn.module import Module, Sequential
 from minigrad.nn.norms import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from minigrad.nn.recomputed import Recomputed
+from minigrad.nn.skips import gives, takes
 from minigrad.nn.stateless import (
     GELU,
     AvgPool2d,
@@ -53,7 +54,9 @@ __all__ = [
     "Sigmoid",
     "Softplus",
     "Tanh",
+    "gives",
     "normal",
     "ones",
+    "takes",
     "zeros",
 ]

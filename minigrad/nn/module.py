@@ -278,6 +278,29 @@ def _hooked(call: Callable[..., Any]) -> Callable[..., Any]:
     return hooked
 
 
+class SkipLayer(Module):
+    """A layer with skip connections: see `minigrad.nn.skips`.
+
+    Attributes:
+        gives: names that its output has for later layers.
+        takes: names of outputs of layers before that it is called with, after its own input.
+    """
+
+    def __init__(self, layer: Callable[..., Any], gives: tuple[str, ...], takes: tuple[str, ...]) -> None:
+        self.layer = layer
+        self.gives = gives
+        self.takes = takes
+
+    def __call__(self, x: Any, given: dict[str, Any]) -> Any:
+        """Call the layer, and add its output to what is given."""
+        missing = [name for name in self.takes if name not in given]
+        if missing:
+            raise ValueError(f"a layer takes {missing[0]!r}, which no layer before it gives")
+        y = self.layer(x, *(given[name] for name in self.takes))
+        given.update(dict.fromkeys(self.gives, y))
+        return y
+
+
 class Sequential(Module):
     """Call layers one after another: modules, ops, or functions of one tensor.
 
@@ -291,8 +314,12 @@ class Sequential(Module):
         self.layers = list(layers)
 
     def __call__(self, x: Any) -> Any:
+        return self.call_with(x, {})
+
+    def call_with(self, x: Any, given: dict[str, Any]) -> Any:
+        """Call the layers with the outputs of earlier ones that skip connections bring, and add theirs."""
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, given) if isinstance(layer, SkipLayer) else layer(x)
         return x
 
     def __len__(self) -> int:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from pipeline.cli import flags
 from pipeline.schedules.action import Action
 from pipeline.schedules.schedule import FORWARD_ONLY, SCHEDULES, Schedule
-from pipeline.schedules.simulate import Timeline, simulate
+from pipeline.schedules.simulate import simulate
+from pipeline.schedules.timeline import Timeline
 from pipeline.schedules.validate import validate
 
 NAMES = {**SCHEDULES, FORWARD_ONLY.name: FORWARD_ONLY}

@@ -11,9 +11,9 @@ from minigrad.backend import Array
 
 _MAX_AXES = 8
 _MAX_DTYPE_LETTERS = 8  # of its name, which travels as one integer
-_MAX_ARRAYS = 8
+MAX_ARRAYS = 8
 SPEC_COLUMNS = 2 + _MAX_AXES
-BUNDLE_COLUMNS = 2 + _MAX_ARRAYS * (1 + SPEC_COLUMNS)
+BUNDLE_COLUMNS = 2 + MAX_ARRAYS * (1 + SPEC_COLUMNS)
 
 
 class ArraySpec(NamedTuple):
@@ -115,11 +115,11 @@ class BundleSpec(NamedTuple):
         Raises:
             ValueError: there are too many arrays, or one of them cannot be described; see `ArraySpec.encode`.
         """
-        if len(self.specs) > _MAX_ARRAYS:
-            raise ValueError(f"a stage may give at most {_MAX_ARRAYS} arrays to the next, got {len(self.specs)}")
+        if len(self.specs) > MAX_ARRAYS:
+            raise ValueError(f"a stage may give at most {MAX_ARRAYS} arrays to the next, got {len(self.specs)}")
         row = np.zeros(BUNDLE_COLUMNS, np.int64)
         row[:2] = len(self.specs), self.is_tuple
-        table = row[2:].reshape(_MAX_ARRAYS, 1 + SPEC_COLUMNS)
+        table = row[2:].reshape(MAX_ARRAYS, 1 + SPEC_COLUMNS)
         for entry, spec, comes_back in zip(table, self.specs, self.returns, strict=False):
             entry[0], entry[1:] = comes_back, spec.encode()
         return row
@@ -127,6 +127,6 @@ class BundleSpec(NamedTuple):
     @staticmethod
     def decode(row: Array) -> BundleSpec:
         """Read a description back from `encode`."""
-        table = row[2:].reshape(_MAX_ARRAYS, 1 + SPEC_COLUMNS)[: row[0]]
+        table = row[2:].reshape(MAX_ARRAYS, 1 + SPEC_COLUMNS)[: row[0]]
         specs = tuple(ArraySpec.decode(entry[1:]) for entry in table)
         return BundleSpec(specs, tuple(bool(entry[0]) for entry in table), bool(row[1]))

@@ -73,7 +73,9 @@ class PipelineExecutor:
     ) -> None:
         stage_ids = [stage.stage_id for stage in stages]
         trains = loss_fn is not None
-        orders = agree_on_orders(comm, schedule, stage_ids, num_microbatches=num_microbatches, trains=trains)
+        orders = agree_on_orders(
+            comm, schedule, stage_ids, num_microbatches=num_microbatches, trains=trains, skips=stages.skips
+        )
         num_stages = schedule.num_stages(comm.size)
         self.comm = comm.duplicate()
         self.stages = stages
@@ -95,11 +97,12 @@ class PipelineExecutor:
             lambda stage: schedule.rank_of(stage, comm.size),
             num_stages=num_stages,
             num_microbatches=num_microbatches,
+            skips=stages.skips,
             xp=self._xp,
             recorder=self.recorder,
         )
         self._runner = TaskRunner(stages, self.comm, self._p2p, self.recorder, last_stage=self._last_stage)
-        self._programs = Programs(schedule, self.comm, num_microbatches, orders)
+        self._programs = Programs(schedule, self.comm, num_microbatches, orders, stages.skips)
         self._waiting: StepState | None = None  # a forward whose backward is still to come
         self._broke_off = False
 
@@ -228,7 +231,8 @@ class PipelineExecutor:
         """
         orders = training_orders(self._schedule, self.comm.size, self.num_microbatches)
         replicas = replicas_of(self.stages, self.comm, ddp, orders)
-        check_whole_step(replicas, rank_of=self._schedule.rank_of, num_stages=self._last_stage + 1)
+        num_stages, skips = self._last_stage + 1, self.stages.skips
+        check_whole_step(replicas, rank_of=self._schedule.rank_of, num_stages=num_stages, skips=skips)
 
     def cancel(self) -> None:
         """Give up a `forward` whose backward will not come, and what it keeps.

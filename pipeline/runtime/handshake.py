@@ -19,7 +19,7 @@ from minigrad.backend import Array
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import SPEC_COLUMNS, ArraySpec
 from pipeline.runtime.step import Batch, Mode, StepInputs
-from pipeline.schedules.action import Action
+from pipeline.schedules.action import Action, Skips
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.validate import validate
 
@@ -121,13 +121,20 @@ class Handshake:
 
 
 def agree_on_orders(
-    comm: Communicator, schedule: Schedule, stage_ids: Sequence[int], *, num_microbatches: int, trains: bool = True
+    comm: Communicator,
+    schedule: Schedule,
+    stage_ids: Sequence[int],
+    *,
+    num_microbatches: int,
+    trains: bool = True,
+    skips: Skips = (),
 ) -> list[list[Action]] | None:
     """Return the order of every rank, known to be the same on all of them. Collective.
 
     Args:
         stage_ids: of the stages that this rank holds.
         trains: whether this rank could compute a loss; without one, forwards alone can run.
+        skips: of the stages, as this rank knows them.
     Returns:
         None where no rank trains and the schedule does not allow these sizes.
     Raises:
@@ -149,14 +156,14 @@ def agree_on_orders(
         own = [stage for stage in range(num_stages) if schedule.rank_of(stage, comm.size) == comm.rank]
         if list(stage_ids) != own:
             raise ValueError(f"{schedule.name} places stages {own} on rank {comm.rank}, got {list(stage_ids)}")
-        return np.array([num_microbatches, zlib.crc32(repr(orders).encode())], np.int64)
+        return np.array([num_microbatches, zlib.crc32(repr((orders, skips)).encode())], np.int64)
 
     rows = agree(comm, prepare, num_columns=2)
     for rank, row in enumerate(rows):
         if (row != rows[0]).any():
             raise ValueError(
-                "all ranks of a pipeline need the same schedule and num_microbatches, but ranks 0 and "
-                f"{rank} differ, with {rows[0, 0]} and {row[0]} micro-batches"
+                "all ranks of a pipeline need the same schedule, skip connections and num_microbatches, but ranks 0 "
+                f"and {rank} differ, with {rows[0, 0]} and {row[0]} micro-batches"
             )
     return orders
 

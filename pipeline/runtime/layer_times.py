@@ -8,7 +8,7 @@ stages = PipelineStage.of(layers, comm, schedule, specs=specs)
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from minigrad import rng
 from minigrad.backend import Array, synchronize, xp_of
 from minigrad.backprop import backward_with_grad
 from minigrad.nn import LayerFactory, ParamGetter
+from minigrad.nn.module import SkipLayer
 from minigrad.tensor import Tensor
 
 
@@ -48,22 +49,33 @@ def layer_seconds(
 
     def measure() -> list[float]:
         param, seconds, outputs = ParamGetter(0, dtype, device), [], x
+        given: dict[str, Array] = {}
         for _, factory in layers:
             layer = factory(param)
-            runs = [_run(layer, outputs) for _ in range(num_runs)]
+            runs = [_run(layer, outputs, given) for _ in range(num_runs)]
             seconds.append(min(duration for duration, _ in runs))
             outputs = runs[-1][1]
+            if isinstance(layer, SkipLayer):
+                given.update(dict.fromkeys(layer.gives, outputs))
         return seconds
 
     return of_rank_0(comm, measure)
 
 
-def _run(layer: Any, x: Array) -> tuple[float, Array]:
-    """Return how long a layer takes, and its output."""
-    leaf = Tensor(x, requires_grad=True) if x.dtype.kind == "f" else x
+def _run(layer: Any, x: Array, given: Mapping[str, Array]) -> tuple[float, Array]:
+    """Return how long a layer takes, and its output.
+
+    Args:
+        given: what skip connections may bring.
+    """
+
+    def leaf_of(array: Array) -> Any:
+        return Tensor(array, requires_grad=True) if array.dtype.kind == "f" else array
+
+    leaf, leaves = leaf_of(x), {name: leaf_of(array) for name, array in given.items()}
     start = time.perf_counter()
     with rng.scope(seed=0, step=0):
-        y = layer(leaf)
+        y = layer(leaf, leaves) if isinstance(layer, SkipLayer) else layer(leaf)
     output = y.data if isinstance(y, Tensor) else y
     if isinstance(y, Tensor) and y.requires_grad:
         backward_with_grad(y, xp_of(output).ones_like(output))

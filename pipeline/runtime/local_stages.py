@@ -10,6 +10,7 @@ from minigrad.backend import Array
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
 from pipeline.runtime.boundary import ArraySpec
+from pipeline.schedules.action import Skips
 
 if TYPE_CHECKING:
     from pipeline.runtime.stage import PipelineStage
@@ -26,14 +27,23 @@ class LocalStages:
         comm: the ranks of the pipeline.
         tied: parameters that another rank holds a copy of (the same name), in one order on all ranks. The copies
             start with the values of the first rank that holds one.
+        skips: the skip connections between stages, of all ranks.
         tied_groups: the ranks that hold copies of the same parameters, in the order in which they sum their gradients.
     Raises:
         ValueError: two ranks give a parameter of one name different shapes or dtypes, or share it without a tie; the
             same message on every rank.
     """
 
-    def __init__(self, stages: Sequence[PipelineStage], comm: Communicator, *, shared: Set[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        comm: Communicator,
+        *,
+        shared: Set[str] = frozenset(),
+        skips: Skips = (),
+    ) -> None:
         self._stages = tuple(stages)
+        self.skips = skips
         self.comm = comm
         own = {p.name: p for p in self._distinct() if p.name}
         held = {name: (ArraySpec.of(p.data), name in shared) for name, p in own.items()}

@@ -28,7 +28,9 @@ from minigrad.tensor import Tensor
 from minigrad.update_rules import Rule
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.partition import StageSpec, cut
+from pipeline.runtime.skips import stage_skips
 from pipeline.runtime.stage import PipelineStage
+from pipeline.schedules.action import Skips
 from pipeline.schedules.held import StageBytes
 
 
@@ -54,42 +56,83 @@ def stage_bytes(
     """
     specs = cut([name for name, _ in layers], num_stages) if specs is None else specs
     param = ParamGetter(0, dtype)
-    stages = [PipelineStage(s, [make(param) for _, make in layers[s.layer_start : s.layer_stop]]) for s in specs]
+    skips = stage_skips(layers, specs, lambda stage, _: stage, num_stages)
+    stages = [PipelineStage(s, [make(param) for _, make in layers[s.layer_start : s.layer_stop]], skips) for s in specs]
     for p in (p for stage in stages for p in stage.parameters()):
         p.fill_missing_grad()
     with rng.scope(seed=0, step=0):  # the first time kernels are compiled, whose memory is no stage's
-        _through(stages, x, loss_fn, rule)
+        _through(stages, tuple(skips), x, loss_fn, rule)
     with _traced(), rng.scope(seed=0, step=1):
-        halves = _through(stages, x, loss_fn, rule)
+        halves = _through(stages, tuple(skips), x, loss_fn, rule)
     with _traced(), rng.scope(seed=0, step=2):
-        whole = _whole_backwards(stages, x, loss_fn)
+        whole = _whole_backwards(stages, tuple(skips), x, loss_fn)
     return [replace(one, working=max(one.working, most)) for one, most in zip(halves, whole, strict=True)]
 
 
+class _Messages:
+    """What stages give each other, as if each were on a rank of its own."""
+
+    def __init__(self, x: Array, skips: Skips) -> None:
+        self._skips = skips
+        self._forward: dict[tuple[int, int], Bundle] = {(-1, 0): Bundle((x,), (False,), False)}
+        self._backward: dict[tuple[int, int], Sequence[Any]] = {}
+
+    def inputs(self, stage: PipelineStage) -> list[Bundle]:
+        """Return copies of what a stage gets.
+
+        The originals live on, so that nothing is freed in a block that was made before it.
+        """
+        return [_copy(self._forward[ends]) for ends in self._into(stage.stage_id)]
+
+    def give(self, stage: PipelineStage, outputs: Sequence[Bundle]) -> None:
+        """Keep what a stage made."""
+        self._forward.update(zip(self._out_of(stage.stage_id), outputs, strict=True))
+
+    def cotangents(self, stage: PipelineStage) -> list[Any]:
+        """Return what comes back to a stage."""
+        if stage.is_last:
+            return [1.0]
+        return [g for ends in self._out_of(stage.stage_id) for g in self._backward.pop(ends)]
+
+    def give_back(self, stage: PipelineStage, grads: Sequence[Sequence[Any]]) -> None:
+        """Keep the gradients of a stage's inputs."""
+        self._backward.update(zip(self._into(stage.stage_id), grads, strict=True))
+
+    def _into(self, stage: int) -> list[tuple[int, int]]:
+        return [(stage - 1, stage), *(_apart(ends) for ends in self._skips if ends[1] == stage)]
+
+    def _out_of(self, stage: int) -> list[tuple[int, int]]:
+        return [(stage, stage + 1), *(_apart(ends) for ends in self._skips if ends[0] == stage)]
+
+
+def _apart(ends: tuple[int, int]) -> tuple[int, int]:
+    """Tell a skip connection between neighbours from what they give each other anyway."""
+    return -2 - ends[0], ends[1]
+
+
 def _through(
-    stages: Sequence[PipelineStage], x: Array, loss_fn: Callable[[Any], Tensor], rule: Rule | None
+    stages: Sequence[PipelineStage], skips: Skips, x: Array, loss_fn: Callable[[Any], Tensor], rule: Rule | None
 ) -> list[StageBytes]:
-    bundle = Bundle((x,), (False,), False)
+    messages = _Messages(x, skips)
     inputs, activations, working, deferred = [], [], [], []
     for stage in stages:
-        given = bundle  # lives on, so that nothing is freed in the block that was made before it
         with _Used() as used:
-            arrived = _copy(given)
-            bundle, _ = stage.forward(0, arrived, finish=loss_fn if stage.is_last else None)
-            bundle = _copy(bundle)  # what the next one gets; here the output is gone once it is sent
-            inputs.append(sum(array.nbytes for array in arrived.arrays))
+            arrived = messages.inputs(stage)
+            outputs, _ = stage.forward(0, arrived, finish=loss_fn if stage.is_last else None)
+            outputs = [_copy(output) for output in outputs]  # what others get; here they are gone once they are sent
+            inputs.append(_nbytes(arrived))
             del arrived
-        output = sum(array.nbytes for array in bundle.arrays)
-        activations.append(used.kept - output)
+        messages.give(stage, outputs)
+        activations.append(used.kept - _nbytes(outputs))
         working.append(used.peak - used.kept)
-    cotangents: Sequence[Any] = [1.0]
     for number in reversed(range(len(stages))):
         stage = stages[number]
+        cotangents = messages.cotangents(stage)
         with _Used() as used:
             grads = stage.backward_input(0, cotangents, Hooks())
-        deferred.append(max(0, activations[number] + used.kept - sum(g.nbytes for g in grads)))
+        deferred.append(max(0, activations[number] + used.kept - sum(g.nbytes for own in grads for g in own)))
         working[number] = max(working[number], used.peak - max(0, used.kept))  # what stays for W is deferred, not work
-        cotangents = grads
+        messages.give_back(stage, grads)
         del grads
         with _Used() as used:
             stage.backward_weight([0], Hooks())
@@ -102,16 +145,20 @@ def _through(
     ]
 
 
-def _whole_backwards(stages: Sequence[PipelineStage], x: Array, loss_fn: Callable[[Any], Tensor]) -> list[int]:
+def _whole_backwards(
+    stages: Sequence[PipelineStage], skips: Skips, x: Array, loss_fn: Callable[[Any], Tensor]
+) -> list[int]:
     """Return the most that a backward of each stage needs that is not cut in halves: it frees its tape as it goes."""
-    bundle = Bundle((x,), (False,), False)
+    messages = _Messages(x, skips)
     for stage in stages:
-        bundle, _ = stage.forward(0, _copy(bundle), finish=loss_fn if stage.is_last else None)
-    cotangents: Sequence[Any] = [1.0]
+        outputs, _ = stage.forward(0, messages.inputs(stage), finish=loss_fn if stage.is_last else None)
+        messages.give(stage, [_copy(output) for output in outputs])
     peaks = []
     for stage in reversed(stages):
+        cotangents = messages.cotangents(stage)
         with _Used() as used:
-            cotangents = stage.backward(0, cotangents, Hooks())
+            grads = stage.backward(0, cotangents, Hooks())
+        messages.give_back(stage, grads)
         peaks.append(used.peak)
     return peaks[::-1]
 
@@ -123,6 +170,10 @@ def _static(params: Sequence[Parameter], rule: Rule | None) -> tuple[int, int, i
     gradients = sum(p.grad_view().nbytes for p in trained)
     state = 0 if rule is None else sum(array.nbytes for _, array in Optimizer(trained, rule).state_arrays())
     return weights, gradients, state
+
+
+def _nbytes(bundles: Sequence[Bundle]) -> int:
+    return sum(array.nbytes for bundle in bundles for array in bundle.arrays)
 
 
 def _copy(bundle: Bundle) -> Bundle:

@@ -24,10 +24,11 @@ import numpy as np
 from distributed.comm.communicator import Communicator, Work
 from distributed.trace.recorder import Recorder
 from pipeline.runtime.boundary import BUNDLE_COLUMNS, ArraySpec, Bundle, BundleSpec
-from pipeline.schedules.action import Action, Kind
+from pipeline.schedules.action import Action, Kind, Skips
 
 _LANES = 3  # tags of one receiving stage and micro-batch: activation, gradient, header of the activation
 _HEADER = 2
+_Key = tuple[int, int | None, ArraySpec]
 
 
 class PointToPoint:
@@ -36,7 +37,7 @@ class PointToPoint:
     Args:
         comm: the ranks of the pipeline; nobody else sends on it.
         rank_of: stage -> rank.
-        num_stages, num_microbatches: bound the tags.
+        num_stages, num_microbatches, skips: bound the tags.
         xp: the module, numpy or cupy, of the arrays.
         recorder: notes how long messages are under way.
     Raises:
@@ -50,27 +51,33 @@ class PointToPoint:
         *,
         num_stages: int,
         num_microbatches: int,
+        skips: Skips = (),
         xp: Any = np,
         recorder: Recorder | None = None,
     ) -> None:
-        if _LANES * num_stages * num_microbatches > comm.max_tag + 1:
+        if _LANES * (num_stages + len(skips)) * num_microbatches > comm.max_tag + 1:
+            most = (comm.max_tag + 1) // _LANES
+            what, got = (
+                ("stages", f"{num_stages}") if not skips else ("(stages + skips)", f"{num_stages} + {len(skips)}")
+            )
             raise ValueError(
-                f"stages * micro-batches must be at most {(comm.max_tag + 1) // _LANES} on this communicator, "
-                f"got {num_stages} and {num_microbatches}"
+                f"{what} * micro-batches must be at most {most} on this communicator, got {got} and {num_microbatches}"
             )
         self.comm = comm
-        neighbours = [(rank_of(stage), rank_of(stage + 1)) for stage in range(num_stages - 1)]
+        ends = [*((stage, stage + 1) for stage in range(num_stages - 1)), *skips]
+        neighbours = [(rank_of(giver), rank_of(taker)) for giver, taker in ends]
         comm.connect(sorted({(a, b) for pair in neighbours for a, b in (pair, pair[::-1]) if a != b}))
         self._rank_of = rank_of
         self._routes: dict[Action, tuple[int, int]] = {}
         self._num_microbatches = num_microbatches
+        self._lines = {ends: num_stages + number for number, ends in enumerate(skips)}  # those of neighbours come first
         self._xp = xp
         self._recorder = recorder or Recorder()
-        # (receiving stage, shape and dtype of the micro-batch's x) -> what the stage receives
-        self._known: dict[tuple[int, ArraySpec], BundleSpec] = {}
-        self._learned: dict[tuple[int, ArraySpec], BundleSpec] = {}
+        # What a stage receives forward, by where it comes from and by shape and dtype of the micro-batch's x
+        self._known: dict[_Key, BundleSpec] = {}
+        self._learned: dict[_Key, BundleSpec] = {}
         self._inputs: Sequence[ArraySpec] = ()  # of the micro-batches of this step
-        self._outputs: dict[tuple[int, int], BundleSpec] = {}  # (stage, micro-batch) -> what it sent forward
+        self._outputs: dict[Action, BundleSpec] = {}  # what was sent forward
         self._headers: dict[Action, Work] = {}
         self._posted: dict[Action, tuple[BundleSpec, list[Work]] | None] = {}  # None: its shape is not known yet
         self._sends: dict[Action, list[Work]] = {}
@@ -109,12 +116,12 @@ class PointToPoint:
         dest, tag = self._route(send)
         works = []
         if send.kind is Kind.SEND_F:
-            spec = self._outputs[send.stage, send.microbatch] = bundle.spec
-            key = send.stage + 1, self._inputs[send.microbatch]
+            spec = self._outputs[send] = bundle.spec
+            key = self._key(send.partner)
             before = self._known.get(key) or self._learned.get(key)
             if before not in (None, spec):
                 raise RuntimeError(
-                    f"stage {send.stage}: an input {key[1]} gave {before} before and {spec} now; "
+                    f"stage {send.stage}: an input {key[-1]} gave {before} before and {spec} now; "
                     "the output's shape and dtype may depend on the input's shape and dtype only"
                 )
             if key not in self._known:
@@ -149,19 +156,18 @@ class PointToPoint:
         self._outputs.clear()
 
     def _expected(self, receive: Action) -> BundleSpec | None:
-        x = self._inputs[receive.microbatch]
         if receive.kind is Kind.RECV_F:
-            return self._known.get((receive.stage, x))
+            return self._known.get(self._key(receive))
         send = receive.confirms  # what went forward has the shape of what comes back
         assert send is not None
-        sent = self._known.get((send.partner.stage, x)) or self._outputs.get((send.stage, send.microbatch))
+        sent = self._known.get(self._key(send.partner)) or self._outputs.get(send)
         return sent and sent.gradients
 
     def _told(self, receive: Action) -> BundleSpec:
         """Return the spec of a message that was posted without one: from its header, or known since."""
         if receive in self._headers:
             spec = BundleSpec.decode(self._headers.pop(receive).wait())
-            self._learned[receive.stage, self._inputs[receive.microbatch]] = spec
+            self._learned[self._key(receive)] = spec
             return spec
         expected = self._expected(receive)
         if expected is None:
@@ -175,11 +181,20 @@ class PointToPoint:
         watch = self._recorder.watch
         return spec, [watch("receive", receive, partial(launch, buffer), nbytes=buffer.nbytes) for buffer in buffers]
 
+    def _key(self, receive: Action) -> _Key:
+        return receive.stage, receive.other, self._inputs[receive.microbatch]
+
     def _route(self, action: Action) -> tuple[int, int]:
-        """Return a message's other rank, and its tag: a number for receiving stage, micro-batch, and which way."""
+        """Return a message's other rank, and its tag: a number for line, micro-batch, and which way.
+
+        The line of neighbours is that of the receiving stage; a skip connection has its own.
+        """
         if action not in self._routes:
             receive = action if action.kind.receives else action.partner
-            place = receive.stage * self._num_microbatches + receive.microbatch
+            line = receive.stage
+            if receive.other is not None:
+                line = self._lines[min(receive.stage, receive.other), max(receive.stage, receive.other)]
+            place = line * self._num_microbatches + receive.microbatch
             lane = int(receive.kind is Kind.RECV_B)
             self._routes[action] = self._rank_of(action.partner.stage), place * _LANES + lane
         return self._routes[action]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from distributed.comm.communicator import Communicator
 from pipeline.runtime.handshake import training_orders
 from pipeline.runtime.step_hooks import side_by_side
-from pipeline.schedules.action import Action, Kind, Placement
+from pipeline.schedules.action import Action, Kind, Placement, Skips
 from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.lower import lower
 from pipeline.schedules.orders import backwards_of, forwards_of
@@ -42,23 +42,25 @@ class Task(NamedTuple):
 Program = tuple[Task, ...]
 
 
-def program_of(orders: Sequence[Sequence[Action]], rank: int, *, rank_of: Placement, num_stages: int) -> Program:
+def program_of(
+    orders: Sequence[Sequence[Action]], rank: int, *, rank_of: Placement, num_stages: int, skips: Skips = ()
+) -> Program:
     """Return the tasks of one rank, so that all ranks together compute these orders.
 
     Raises:
         ScheduleError: the ranks would wait for each other.
     """
-    programs = lower(orders, rank_of=rank_of, num_stages=num_stages)
-    check_deadlock_free(programs, rank_of=rank_of, num_stages=num_stages)
+    programs = lower(orders, rank_of=rank_of, num_stages=num_stages, skips=skips)
+    check_deadlock_free(programs, rank_of=rank_of, num_stages=num_stages, skips=skips)
 
     def is_here(stage: int) -> bool:
         return rank_of(stage, len(orders)) == rank
 
     sent_early = {
-        send for action in programs[rank] if action.kind is Kind.PAIR for send in action.departures(num_stages)
+        send for action in programs[rank] if action.kind is Kind.PAIR for send in action.departures(num_stages, skips)
     }
     program = [action for action in programs[rank] if action not in sent_early]
-    return tuple(_task(group, num_stages, is_here) for group in side_by_side(program))
+    return tuple(_task(group, num_stages, skips, is_here) for group in side_by_side(program))
 
 
 class Programs:
@@ -66,6 +68,7 @@ class Programs:
 
     Args:
         num_microbatches: of a training step.
+        skips: connections between stages beside those of neighbours.
         orders: of every rank in a training step; None where the schedule does not allow these sizes.
     """
 
@@ -75,10 +78,12 @@ class Programs:
         comm: Communicator,
         num_microbatches: int,
         orders: Sequence[Sequence[Action]] | None,
+        skips: Skips = (),
     ) -> None:
         self._schedule = schedule
         self._comm = comm
         self._num_microbatches = num_microbatches
+        self._skips = skips
         self._training = None if orders is None else self._of(orders)
         self._apart: dict[int, tuple[Program, Program]] = {}
 
@@ -102,18 +107,22 @@ class Programs:
 
     def _of(self, orders: Sequence[Sequence[Action]]) -> Program:
         num_stages = self._schedule.num_stages(self._comm.size)
-        return program_of(orders, self._comm.rank, rank_of=self._schedule.rank_of, num_stages=num_stages)
+        return program_of(
+            orders, self._comm.rank, rank_of=self._schedule.rank_of, num_stages=num_stages, skips=self._skips
+        )
 
 
-def _task(group: Sequence[Action], num_stages: int, is_here: Callable[[int], bool]) -> Task:
+def _task(group: Sequence[Action], num_stages: int, skips: Skips, is_here: Callable[[int], bool]) -> Task:
     action = group[0]
     if not action.kind.is_compute:
         return Task(tuple(group))
     if action.beside is not None:
-        forward, backward = (_with_sends(_task([single], num_stages, is_here), is_here) for single in action.singles)
+        forward, backward = (
+            _with_sends(_task([single], num_stages, skips, is_here), is_here) for single in action.singles
+        )
         return forward._replace(beside=backward)
-    takes = (a.partner if is_here(a.partner.stage) else a for a in action.arrivals(num_stages))
-    return Task(tuple(group), tuple(takes), action.departures(num_stages))
+    takes = (a.partner if is_here(a.partner.stage) else a for a in action.arrivals(num_stages, skips))
+    return Task(tuple(group), tuple(takes), action.departures(num_stages, skips))
 
 
 def _with_sends(task: Task, is_here: Callable[[int], bool]) -> Task:

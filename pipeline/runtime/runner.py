@@ -60,9 +60,9 @@ class TaskRunner:
             case Kind.F if task.beside is not None:
                 self._run_pair(task, task.beside, state)
             case Kind.F:
-                x = self._input(task, state)
+                inputs = self._inputs(task, state)
                 self._recorder.enter("compute", *task.actions)
-                self._forward(task, x, state, state.between_ops.between_ops)
+                self._forward(task, inputs, state, state.between_ops.between_ops)
             case Kind.B | Kind.BW:
                 cotangents = self._cotangents(task, state)
                 self._recorder.enter("compute", *task.actions)
@@ -81,31 +81,33 @@ class TaskRunner:
 
     def _run_pair(self, forward: Task, backward: Task, state: StepState) -> None:
         """Run a forward and a backward in turn, an op of one and an op of the other; what is left is run alone."""
-        x, cotangents = self._input(forward, state), self._cotangents(backward, state)
+        inputs, cotangents = self._inputs(forward, state), self._cotangents(backward, state)
         self._recorder.enter("compute", pair(*forward.actions, *backward.actions))
         other = Alongside(self._backward(backward, cotangents, state))
         between_ops = state.between_ops + Hooks(between_ops=other.step)
-        self._forward(forward, x, state, between_ops.between_ops)
+        self._forward(forward, inputs, state, between_ops.between_ops)
         other.finish()
 
-    def _input(self, task: Task, state: StepState) -> Bundle:
+    def _inputs(self, task: Task, state: StepState) -> list[Bundle]:
         (action,) = task.actions
         if action.stage == 0:
             assert state.given.inputs is not None
-            return Bundle((state.given.inputs[action.microbatch],), (state.input_grads,), False)
-        (x,) = self._arrived(task, state)
-        return x
+            return [Bundle((state.given.inputs[action.microbatch],), (state.input_grads,), False)]
+        return self._arrived(task, state)
 
-    def _forward(self, task: Task, x: Bundle, state: StepState, between_ops: Callable[[], None] | None) -> None:
+    def _forward(
+        self, task: Task, inputs: Sequence[Bundle], state: StepState, between_ops: Callable[[], None] | None
+    ) -> None:
         (action,) = task.actions
         i = action.microbatch
         finish = self._finish_of(i, state) if action.stage == self._last_stage else None
         # A large message moves only while its sender is inside MPI: between hosts it would wait for this forward's end.
         with rng.offset(state.offsets[i]), progressing(between_ops):
-            output, reached = self._stage[action.stage].forward(i, x, finish=finish, keep_tape=state.mode.keeps_tapes)
+            stage = self._stage[action.stage]
+            outputs, reached = stage.forward(i, inputs, finish=finish, keep_tape=state.mode.keeps_tapes)
         state.hooks.forward_done(reached)
-        for departure in task.makes:
-            state.made[departure] = output
+        if action.stage != self._last_stage:
+            state.made.update(zip(task.makes, outputs, strict=True))
         self._send(task, state)
 
     def _finish_of(self, i: int, state: StepState) -> Callable[[Any], Any]:
@@ -139,10 +141,11 @@ class TaskRunner:
         stage = self._stage[action.stage]
         run = stage.backward_steps if action.kind is Kind.BW else stage.backward_input_steps
         input_grads = yield from run(i, cotangents, state.hooks.backward_hooks())
-        for departure in task.makes:
-            state.made[departure] = Bundle(input_grads, (False,) * len(input_grads), True)
-        if action.stage == 0 and input_grads:
-            (state.grads_of_input[i],) = input_grads
+        if action.stage > 0:
+            bundles = (Bundle(grads, (False,) * len(grads), True) for grads in input_grads)
+            state.made.update(zip(task.makes, bundles, strict=True))
+        elif input_grads[0]:
+            state.grads_of_input[i] = input_grads[0][0]
         self._send(task, state)
 
     def _send(self, task: Task, state: StepState) -> None:

@@ -28,10 +28,11 @@ from minigrad.tensor import Tensor
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.local_stages import LocalStages
 from pipeline.runtime.partition import StageSpec, cut
+from pipeline.runtime.skips import StageSkips, stage_skips
 from pipeline.schedules.schedule import Schedule
 
-Grads = tuple[Array, ...]
-"""Of a stage's inputs."""
+Grads = list[tuple[Array, ...]]
+"""Of each of a stage's inputs, for its arrays that were to have one."""
 
 
 class PipelineStage(Sequential):
@@ -44,9 +45,14 @@ class PipelineStage(Sequential):
             `has_embedding`, `has_lm_head`, `is_first`, `is_last`.
     """
 
-    def __init__(self, spec: StageSpec, layers: Sequence[Callable[[Any], Any]]) -> None:
+    def __init__(
+        self, spec: StageSpec, layers: Sequence[Callable[[Any], Any]], skips: StageSkips | None = None
+    ) -> None:
         super().__init__(layers)
         self.spec = spec
+        between = (skips or {}).items()
+        self._taken = [names for (_, taker), names in between if taker == spec.stage_id]  # in the order of arrivals
+        self._given = [names for (giver, _), names in between if giver == spec.stage_id]  # in that of departures
         self._tapes: dict[int, _Tape] = {}  # by micro-batch
         self._deferred: dict[int, tuple[DeferredGrads, list[Parameter]]] = {}  # and what it will reach
 
@@ -80,18 +86,20 @@ class PipelineStage(Sequential):
                 f"{schedule.name} needs {num_stages} stages of {len(layers)} layers in all, "
                 f"got specs of {len(specs)} stages and {specs[-1].layer_stop if specs else 0} layers"
             )
+        skips: StageSkips = {}
         mine = [spec for spec in specs if schedule.rank_of(spec.stage_id, comm.size) == comm.rank]
         stages: list[PipelineStage] = []
 
         def build() -> Array:
+            nonlocal skips
+            skips = stage_skips(layers, specs, schedule.rank_of, comm.size)
             for spec in mine:
-                stages.append(
-                    PipelineStage(spec, [make(param) for _, make in layers[spec.layer_start : spec.layer_stop]])
-                )
+                own = [make(param) for _, make in layers[spec.layer_start : spec.layer_stop]]
+                stages.append(PipelineStage(spec, own, skips))
             return np.empty(0, np.int64)
 
         agree(comm, build, num_columns=0)
-        return LocalStages(stages, comm, shared=param.made.keys() - param.claimed)
+        return LocalStages(stages, comm, shared=param.made.keys() - param.claimed, skips=tuple(skips))
 
     @property
     def stage_id(self) -> int:
@@ -144,30 +152,51 @@ class PipelineStage(Sequential):
     def forward(
         self,
         microbatch: int,
-        x: Bundle,
+        inputs: Sequence[Bundle],
         *,
         finish: Callable[[Any], Tensor] | None = None,
         keep_tape: bool = True,
-    ) -> tuple[Bundle, list[Parameter]]:
+    ) -> tuple[list[Bundle], list[Parameter]]:
         """Run one micro-batch forward.
 
         Args:
-            x: the stage's input; `returns` says for which arrays the backward is to give the gradient.
+            inputs: what the stage before gave, then what skip connections bring, by the stage that they come from;
+                `returns` says for which arrays the backward is to give the gradient.
             finish: on the last stage, from its output to what the backward starts from: the loss.
             keep_tape: whether a backward will follow.
         Returns:
-            The output, and the parameters that the backward will reach.
+            The output and what skip connections take, by the stage that they go to; and the parameters that the
+            backward will reach.
         Raises:
-            TypeError: the last layer gave something else than tensors and arrays.
+            TypeError: the last layer, or one that gives a skip connection, gave something else than tensors and arrays.
         """
         # A leaf only where a gradient comes back, so that ids reach an embedding as the plain integers they are.
         leaves = [
-            Tensor(array, requires_grad=True) if comes_back else array
-            for array, comes_back in zip(x.arrays, x.returns, strict=True)
+            [Tensor(a, requires_grad=True) if back else a for a, back in zip(x.arrays, x.returns, strict=True)]
+            for x in inputs
         ]
-        y = self(tuple(leaves) if x.is_tuple else leaves[0])
+        given = {
+            name: leaf
+            for names, own in zip(self._taken, leaves[1:], strict=True)
+            for name, leaf in zip(names, own, strict=True)
+        }
+        y = self.call_with(tuple(leaves[0]) if inputs[0].is_tuple else leaves[0][0], given)
         if finish is not None:
             y = finish(y)
+        ends = [self._end(y), *(self._end(tuple(given[name] for name in names)) for names in self._given)]
+        outputs, roots = [output for output, _ in ends], [root for _, own in ends for root in own]
+        if not keep_tape:
+            return outputs, []
+        for root in roots:
+            if root.node is not None:
+                root.drop_data()  # once sent, nobody needs it; what backward needs, the tape keeps
+        reached = reached_parameters(roots)
+        tensors = [[leaf for leaf in own if isinstance(leaf, Tensor)] for own in leaves]
+        self._tapes[microbatch] = _Tape(tensors, roots, reached)
+        return outputs, reached
+
+    def _end(self, y: Any) -> tuple[Bundle, list[Tensor]]:
+        """Return what goes to another stage, and those tensors of it that a gradient comes back for."""
         is_tuple = isinstance(y, (tuple, list))
         parts = tuple(y) if is_tuple else (y,)
         for part in parts:
@@ -177,21 +206,13 @@ class PipelineStage(Sequential):
             parts = (Tensor(y),)  # alone it may be a tensor the next time; in a tuple a plain array is data
         roots = [part for part in parts if isinstance(part, Tensor) and part.dtype.kind not in "iub"]
         arrays = tuple(part.data if isinstance(part, Tensor) else part for part in parts)
-        output = Bundle(arrays, tuple(any(part is root for root in roots) for part in parts), is_tuple)
-        if not keep_tape:
-            return output, []
-        for root in roots:
-            if root.node is not None:
-                root.drop_data()  # once sent, nobody needs it; what backward needs, the tape keeps
-        reached = reached_parameters(roots)
-        self._tapes[microbatch] = _Tape([leaf for leaf in leaves if isinstance(leaf, Tensor)], roots, reached)
-        return output, reached
+        return Bundle(arrays, tuple(any(part is root for root in roots) for part in parts), is_tuple), roots
 
     def backward(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> Grads:
         """Run one micro-batch backward, both halves, and free its tape.
 
         Args:
-            cotangents: of the outputs that gradients come back for.
+            cotangents: of the outputs that gradients come back for, in their order.
         Returns:
             The gradients of the inputs that were to have one, zeros where nothing came back.
         """
@@ -250,14 +271,20 @@ class _Tape:
         reached: the parameters in between.
     """
 
-    leaves: list[Tensor]
+    leaves: list[list[Tensor]]
     roots: list[Tensor]
     reached: list[Parameter]
 
     def start(self, cotangents: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-        """Return where a backward starts: outputs that nothing trainable is behind get their cotangents in vain."""
-        pairs = [(root, g) for root, g in zip(self.roots, cotangents, strict=True) if root.requires_grad]
+        """Return where a backward starts: outputs that nothing trainable is behind get their cotangents in vain.
+
+        What goes furthest comes first: in one process its contributions would be the first.
+        """
+        pairs = [(root, g) for root, g in zip(self.roots, cotangents, strict=True) if root.requires_grad][::-1]
         return [root for root, _ in pairs], [g for _, g in pairs]
 
-    def input_grads(self) -> tuple[Array, ...]:
-        return tuple(xp_of(leaf.data).zeros_like(leaf.data) if leaf.grad is None else leaf.grad for leaf in self.leaves)
+    def input_grads(self) -> Grads:
+        return [
+            tuple(xp_of(leaf.data).zeros_like(leaf.data) if leaf.grad is None else leaf.grad for leaf in own)
+            for own in self.leaves
+        ]

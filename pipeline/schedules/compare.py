@@ -19,7 +19,8 @@ from pipeline.schedules.problem import Problem
 from pipeline.schedules.reductions import Reductions, end_of_step, hidden_share, reduce_beside
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.search import PLACEMENTS, search_placements
-from pipeline.schedules.simulate import Timeline, link_of_host, simulate
+from pipeline.schedules.simulate import link_of_host, simulate
+from pipeline.schedules.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.schedules.action import Action, B, F, Kind, W
 from pipeline.schedules.problem import ROUNDING, Problem
 from pipeline.schedules.search import MEASURES
-from pipeline.schedules.simulate import Timeline
+from pipeline.schedules.timeline import Timeline
 
 MOST_ACTIONS = 400
 """How many actions a problem may have in all: more than a solver can order in minutes."""

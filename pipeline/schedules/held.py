@@ -14,7 +14,8 @@ from typing import Any
 
 from pipeline.schedules.action import Placement
 from pipeline.schedules.schedule import Schedule
-from pipeline.schedules.simulate import Timeline, simulate
+from pipeline.schedules.simulate import simulate
+from pipeline.schedules.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from statistics import median
 
 from pipeline.schedules.action import Action, Kind
 from pipeline.schedules.drawing.text import draw
-from pipeline.schedules.simulate import Timed, Timeline, simulate, stages_in
+from pipeline.schedules.simulate import simulate
+from pipeline.schedules.timeline import Timed, Timeline, stages_in
 
 Row = tuple[int, str, float, float, str]
 """An event as `distributed.trace` notes it: rank, name, start and end in seconds, category."""

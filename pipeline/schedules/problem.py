@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.per_stage import PerStage, each
-from pipeline.schedules.simulate import Timeline, simulate
+from pipeline.schedules.simulate import simulate
+from pipeline.schedules.timeline import Timeline
 
 ROUNDING = 1e-9  # of a limit: sums of memory are compared with a little room
 

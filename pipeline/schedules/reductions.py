@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pipeline.schedules.action import Kind
 from pipeline.schedules.per_stage import PerStage
-from pipeline.schedules.simulate import Timed, Timeline, stages_in
+from pipeline.schedules.timeline import Timed, Timeline, stages_in
 
 
 @dataclass(frozen=True)

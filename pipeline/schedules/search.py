@@ -27,7 +27,7 @@ from pipeline.schedules.greedy import Rule, build
 from pipeline.schedules.lower import lower
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.schedule import SCHEDULES, Schedule, round_robin, v_shape
-from pipeline.schedules.simulate import Timeline
+from pipeline.schedules.timeline import Timeline
 
 MEASURES: dict[str, Callable[[Timeline], float]] = {
     "makespan": lambda timeline: timeline.makespan,

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from pipeline.schedules.action import Action, Kind, ScheduleError, Skips, check_skips
 from pipeline.schedules.per_stage import PerStage, each
+from pipeline.schedules.timeline import Timed, Timeline
 
 LinkOf = Callable[[int, int], Hashable]
 """`link_of(source, dest)`: what the messages from one rank to another go through; None where nothing is shared."""
@@ -33,121 +32,6 @@ def link_of_host(ranks_per_host: int) -> LinkOf:
         return None if host == dest // ranks_per_host else host
 
     return link_of
-
-
-class Timed(NamedTuple):
-    """An action with its place in time."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What every rank did when, in its order, from time 0 on.
-
-    There are several "bubbles" in the literature; each one here says which it is.
-    """
-
-    rows: list[list[Timed]]
-
-    @property
-    def makespan(self) -> float:
-        """End of the last action on any rank."""
-        return max(row[-1].end for row in self.rows)
-
-    def busy(self, rank: int) -> float:
-        """Sum of the times of one rank's actions."""
-        return sum(end - start for _, start, end in self.rows[rank])
-
-    def span(self, rank: int) -> float:
-        """Time from the start of a rank's first action to the end of its last."""
-        return self.rows[rank][-1].end - self.rows[rank][0].start
-
-    def makespan_bubble(self, rank: int) -> float:
-        """Idle time of one rank, from 0 to the end of everything: makespan - busy."""
-        return self.makespan - self.busy(rank)
-
-    @property
-    def span_bubble(self) -> float:
-        """Idle time inside a rank's span, span - busy, of the rank that has most of it."""
-        return max(self.span(rank) - self.busy(rank) for rank in range(len(self.rows)))
-
-    @property
-    def span_bubble_rate(self) -> float:
-        """Largest idle share of any rank's span, (span - busy) / span.
-
-        Where all ranks are equally busy, this is the "bubble rate" of the zero-bubble paper.
-        """
-        return max(1 - self.busy(rank) / self.span(rank) for rank in range(len(self.rows)))
-
-    @property
-    def ideal(self) -> float:
-        """Busy time of the busiest rank: no order of the same work ends sooner."""
-        return max(self.busy(rank) for rank in range(len(self.rows)))
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Ratio to ideal time, (makespan - ideal) / ideal.
-
-        With equal stages it is (P - 1) / M for GPipe and 1F1B.
-        """
-        return (self.makespan - self.ideal) / self.ideal
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the makespan in which the busiest rank works, ideal / makespan."""
-        return self.ideal / self.makespan
-
-    @property
-    def peak_microbatches(self) -> list[int]:
-        """Per rank, the most micro-batches in flight: F has run, B or BW has not.
-
-        A rank with several stages counts a micro-batch once for each stage that holds it. A forward that no backward
-        follows, as in evaluation, keeps nothing.
-        """
-        return [round(_peak(row)) for row in self.rows]
-
-    @property
-    def peak_microbatches_per_stage(self) -> list[int]:
-        """The same for every stage alone; of several ranks that hold it, as replicas do, the one with the most."""
-        peaks: dict[int, int] = {}
-        for row in self.rows:
-            stages = stages_in(row)
-            for stage in stages:
-                peak = round(_peak(row, [float(other == stage) for other in range(max(stages) + 1)]))
-                peaks[stage] = max(peaks.get(stage, 0), peak)
-        return [peaks[stage] for stage in sorted(peaks)]
-
-    def peak_memory(self, activations: PerStage, deferred: PerStage) -> list[float]:
-        """Return the most that each rank holds at a time.
-
-        Args:
-            activations: what one micro-batch keeps on one stage from F to B; one number for all, or one a stage.
-            deferred: what it keeps from B to W; a full backward keeps nothing.
-        """
-        return [_peak(row, activations, deferred) for row in self.rows]
-
-
-def stages_in(row: Sequence[Timed]) -> set[int]:
-    """Return the stages whose actions are in a row."""
-    return {single.stage for timed in row for single in timed.action.singles}
-
-
-def _peak(row: Sequence[Timed], activations: PerStage = 1, deferred: PerStage = 0) -> float:
-    def change(part: Action) -> float:
-        kept, later = (x[part.stage] if isinstance(x, Sequence) else x for x in (activations, deferred))
-        return {Kind.F: kept, Kind.B: later - kept, Kind.W: -later}[part.kind]
-
-    # Of a pair both are held, until its backward is done.
-    parts_of = [single.parts for action, _, _ in row for single in action.singles]
-    with_backward = {(part.stage, part.microbatch) for parts in parts_of for part in parts if part.kind is Kind.B}
-    held = peak = 0.0
-    for parts in parts_of:
-        held += sum(change(part) for part in parts if (part.stage, part.microbatch) in with_backward)
-        peak = max(peak, held)
-    return peak
 
 
 def walk(orders: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action]]:

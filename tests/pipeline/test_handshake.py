@@ -211,7 +211,7 @@ def test_different_orders_are_told_on_all(ranks, changed):
         last = comm.size - 1
         given = changed.get("num_microbatches", M)
         message = (
-            "all ranks of a pipeline need the same schedule and num_microbatches, "
+            "all ranks of a pipeline need the same schedule, skip connections and num_microbatches, "
             f"but ranks 0 and {last} differ, with 3 and {given} micro-batches"
         )
         with pytest.raises(ValueError, match=message) as caught:

@@ -25,7 +25,7 @@ def only_stage(layers):
 
 def forward(stage, x, *, input_grad, **kwargs):
     """Run the forward of a single array."""
-    output, reached = stage.forward(0, Bundle((x,), (input_grad,), False), **kwargs)
+    (output,), reached = stage.forward(0, [Bundle((x,), (input_grad,), False)], **kwargs)
     (array,) = output.arrays
     assert not output.is_tuple
     return array, reached
@@ -33,7 +33,7 @@ def forward(stage, x, *, input_grad, **kwargs):
 
 def backward(stage, *cotangents):
     """Run the backward; return the gradient of the input, or None."""
-    input_grads = stage.backward(0, cotangents, Hooks())
+    (input_grads,) = stage.backward(0, cotangents, Hooks())
     return input_grads[0] if input_grads else None
 
 
@@ -129,7 +129,7 @@ def test_two_halves_are_the_whole_to_the_last_bit():
         output, _ = forward(stage, x, input_grad=True)
     g = np.linspace(1, 2, output.size).reshape(output.shape)
     wanted = backward(whole, g)
-    got = halves.backward_input(0, [g], Hooks())[0]
+    got = halves.backward_input(0, [g], Hooks())[0][0]
     assert all(p.grad is None for p in halves.parameters())
     halves.backward_weight([0], Hooks())
     np.testing.assert_array_equal(got, wanted, strict=True)
@@ -143,7 +143,7 @@ def test_the_weight_half_of_a_frozen_stage_is_nothing():
         p.requires_grad = False
     output, reached = forward(stage, np.ones((2, 3)), input_grad=False)
     assert reached == []
-    assert stage.backward_input(0, [np.ones_like(output)], Hooks()) == ()
+    assert stage.backward_input(0, [np.ones_like(output)], Hooks()) == [()]
     stage.backward_weight([0], Hooks())
     assert stage.num_in_flight == 0
 
@@ -190,22 +190,22 @@ def test_a_tuple_crosses_a_boundary_and_gradients_come_back_for_its_floating_ten
     stage = only_stage(
         [scale("a", 3.0), apply("spread", lambda h: (h, mg.Tensor(mask), mask, extra, mg.Tensor(extra), h * h))]
     )
-    output, reached = stage.forward(0, Bundle((np.array([1.0, 2.0]),), (True,), False))
+    (output,), reached = stage.forward(0, [Bundle((np.array([1.0, 2.0]),), (True,), False)])
     assert output.is_tuple
     assert output.returns == (True, False, False, False, True, True)
     np.testing.assert_array_equal(output.arrays[5], [9, 36])
     assert [p.name for p in reached] == ["a"]
     # The constant tensor's gradient comes back too, since what is trainable behind it may change: in vain here.
-    (input_grad,) = stage.backward(0, [np.ones(2), np.ones(2), np.array([0.0, 10.0])], Hooks())
+    ((input_grad,),) = stage.backward(0, [np.ones(2), np.ones(2), np.array([0.0, 10.0])], Hooks())
     np.testing.assert_array_equal(input_grad, [3, 3 + 2 * 3 * 6 * 10])
 
 
 def test_layers_of_the_next_stage_see_the_tuple():
     stage = only_stage([apply("use", lambda x: x[0] * x[1]), scale("a", 2.0)])
     h, mask = np.array([1.0, 2.0]), np.array([1, 0], np.int32)
-    output, _ = stage.forward(0, Bundle((h, mask), (True, False), True))
+    (output,), _ = stage.forward(0, [Bundle((h, mask), (True, False), True)])
     np.testing.assert_array_equal(output.arrays[0], [2, 0])
-    (input_grad,) = stage.backward(0, [np.ones(2)], Hooks())
+    ((input_grad,),) = stage.backward(0, [np.ones(2)], Hooks())
     np.testing.assert_array_equal(input_grad, [2, 0])
 
 

@@ -81,6 +81,42 @@ def apply(name: str, function: Callable[[Any], Any]) -> Layer:
     return name, lambda param: function
 
 
+class _Join(Module):
+    def __init__(self, param: ParamGetter, num_in: int, num_out: int, num_skips: int) -> None:
+        self.linear = nn.Linear(param, num_in, num_out)
+        self.scales = [param(f"scale{i}", (num_out,), constant(0.5 + i)) for i in range(num_skips)]
+
+    def __call__(self, x: Any, *skips: Any) -> mg.Tensor:
+        y = self.linear(x)
+        for skip, factor in zip(skips, self.scales, strict=True):
+            y = y + skip * factor
+        return mg.tanh(y)
+
+
+def join(name: str, num_in: int, num_out: int, *names: str) -> Layer:
+    """tanh(x @ w + b + skip * v + ...), with skip connections of these names."""
+    return name, nn.takes(lambda param: _Join(param.at(name), num_in, num_out, len(names)), *names)
+
+
+def giving(layer: Layer, name: str) -> Layer:
+    """Return a layer whose output later layers can take."""
+    return layer[0], nn.gives(layer[1], name)
+
+
+def unet() -> list[Layer]:
+    """Eight layers from 4 to 5 values a sample; one output is taken twice, one once, one by the next layer."""
+    return [
+        giving(dense("down0", 4, 5), "a"),
+        giving(dense("down1", 5, 6), "b"),
+        giving(dense("mid0", 6, 6), "c"),
+        join("mid1", 6, 6, "c"),
+        join("up1", 6, 5, "a"),
+        dense("up2", 5, 6),
+        join("up3", 6, 6, "b"),
+        join("up4", 6, 5, "a"),
+    ]
+
+
 def mean(output: mg.Tensor, y: Array) -> mg.Tensor:
     """A loss that ignores its targets."""
     return output.mean()

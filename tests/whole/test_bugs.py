@@ -719,6 +719,23 @@ def test_tied_copies_start_with_the_values_of_the_first_rank(ranks: Any) -> None
 
 
 @pytest.mark.ranks(2)
+def test_a_recomputed_block_replays_from_what_it_was_given_though_the_stage_has_sent_that(ranks: Any) -> None:
+    # A stage lets go of its outputs once they are sent. One that gave a recomputed block's input away, too,
+    # replayed the block from zeros, and nobody said so.
+    class Both(mg.nn.Module):
+        def __init__(self, param: Any) -> None:
+            self.first = mg.nn.Linear(param.at("first"), 4, 4)
+            self.block = mg.nn.Recomputed(mg.nn.Sequential([mg.nn.Linear(param.at("second"), 4, 4), mg.tanh]))
+
+        def __call__(self, x: Any) -> Any:
+            h = self.first(x)
+            return h, self.block(h)
+
+    layers = [("both", Both), ("join", lambda param: lambda both: both[0] * both[1])]
+    check_against_one_process(ranks, layers, split(X, 3), split(np.ones((7, 4)), 3))
+
+
+@pytest.mark.ranks(2)
 def test_parameters_without_a_name_are_never_tied(ranks: Any) -> None:
     # Ties are found by name, and the empty name was one: any two parameters without a name were summed.
     def program(comm: Any) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from pipeline.schedules.action import Kind
-from pipeline.schedules.simulate import Timeline, stages_in
+from pipeline.schedules.timeline import Timeline, stages_in
 
 # One hue a kind; of it, the lighter the later chunk. Dark words are readable on all of them.
 HUES = {Kind.F: (210, 78), Kind.B: (152, 48), Kind.W: (38, 88), Kind.BW: (152, 48)}

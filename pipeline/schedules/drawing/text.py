@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.schedules.action import Action
-from pipeline.schedules.simulate import Timeline, stages_in
+from pipeline.schedules.timeline import Timeline, stages_in
 
 MOST_LETTERS = 1_000_000  # of a drawing against time
 MOST_CELLS = 400  # of orders that are drawn whole
