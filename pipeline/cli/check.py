@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline.cli import flags
-from pipeline.cli.schedule_flags import add_schedule, checked
+from pipeline.cli.schedule_flags import add_schedule, add_skips, checked
 from pipeline.schedules.deadlock import check_deadlock_free
 from pipeline.schedules.lower import lower
 from pipeline.schedules.whole_step import Replica, check_whole_step
@@ -20,6 +20,7 @@ HELP = "check a schedule: its order, and that it cannot deadlock"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `check` takes."""
     add_schedule(parser)
+    add_skips(parser)
     what = "replicas, whose buckets of gradients are proved together with the messages (default 1)"
     parser.add_argument("--dp", type=flags.count, default=1, metavar="N", help=what)
 
@@ -28,13 +29,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Check a schedule's order, and prove that what ranks send and reduce cannot block them."""
     asked = checked(arguments)
     schedule, orders, num_stages, title = asked.schedule, asked.orders, asked.num_stages, asked.title
-    programs = lower(orders, rank_of=schedule.rank_of, num_stages=num_stages)
-    dp = arguments.dp
+    dp, skips = arguments.dp, arguments.skips
+    programs = lower(orders, rank_of=schedule.rank_of, num_stages=num_stages, skips=skips)
     flags.check_size(dp * sum(map(len, programs)))
     proved = "messages"
     if dp == 1:
-        check_deadlock_free(programs, rank_of=schedule.rank_of, num_stages=num_stages)
+        check_deadlock_free(programs, rank_of=schedule.rank_of, num_stages=num_stages, skips=skips)
     else:
         proved, title = "messages and reductions", f"{title}, {dp} replicas"
-        check_whole_step([Replica.by_stage(orders)] * dp, rank_of=schedule.rank_of, num_stages=num_stages)
+        replicas = [Replica.by_stage(orders)] * dp
+        check_whole_step(replicas, rank_of=schedule.rank_of, num_stages=num_stages, skips=skips)
     print(f"{title}: complete, in order, and no timing of {proved} can deadlock it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,6 +63,18 @@ latencies = _numbers("a number of at least 0", lambda value: 0 <= value < math.i
 rate = _numbers("a number above 0, or inf", lambda value: value > 0)
 rates = _numbers("a number above 0, or inf", lambda value: value > 0, commas=True)
 sizes = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, commas=True)
+
+
+def skips(text: str) -> list[tuple[int, int]]:
+    """Read skip connections, as 0-3,1-2."""
+    ends = [re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", part) for part in text.split(",")]
+    found = [(int(match[1]), int(match[2])) for match in ends if match is not None]
+    if len(found) < len(ends) or len(set(found)) < len(found) or any(giver >= taker for giver, taker in found):
+        raise argparse.ArgumentTypeError(
+            f"must be stages and later stages, as 0-3,1-2, each once, got {shortened(text)!r}"
+        )
+    return found
+
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 

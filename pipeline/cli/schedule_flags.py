@@ -56,6 +56,15 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
         help_text = f"time of {what} of one micro-batch; with commas, one for each stage (default 1)"
         parser.add_argument(f"--{option}", type=flags.durations, default=1.0, metavar="T", help=help_text)
     add_messages(parser)
+    add_skips(parser)
+    what = "bytes that a skip connection takes; with commas, one for each (default 0)"
+    parser.add_argument("--skip-bytes", type=flags.sizes, default=0.0, metavar="B", help=what)
+
+
+def add_skips(parser: argparse.ArgumentParser) -> None:
+    """Declare the skip connections of a model."""
+    what = "outputs of stages that later ones take too, as a U-Net has: 0-3,1-2 (default: none)"
+    parser.add_argument("--skips", type=flags.skips, default=[], metavar="FROM-TO", help=what)
 
 
 class Checked(NamedTuple):
@@ -104,6 +113,7 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
     for option in TIMES:
         flags.check_length(f"--{option}", getattr(arguments, option.replace("-", "_")), num_stages, "stages")
     flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, BOUNDARIES)
+    flags.check_length("--skip-bytes", arguments.skip_bytes, len(arguments.skips), "skips")
     timeline = simulate(
         orders,
         num_stages=num_stages,
@@ -114,6 +124,8 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
         message_bytes=arguments.message_bytes,
         bandwidth=arguments.bandwidth,
         overlap=arguments.overlap,
+        skips=arguments.skips,
+        skip_bytes=arguments.skip_bytes,
     )
     return asked, timeline
 

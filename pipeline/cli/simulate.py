@@ -24,5 +24,8 @@ def run(arguments: argparse.Namespace) -> None:
     peaks = None if measured is None else measured.peaks(timeline, checked.num_stages, checked.schedule.rank_of)
     print(checked.title)
     print_costs(timeline)
+    if arguments.skips:
+        waiting = timeline.peak_memory(0.0, 0.0, skips=arguments.skips)
+        print(f"skips that wait, at most a rank         {' '.join(f'{count:g}' for count in waiting)}")
     if peaks is not None:
         print(f"peak memory a rank                      {' '.join(map(flags.amount, peaks))}")

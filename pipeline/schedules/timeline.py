@@ -119,7 +119,9 @@ class Timeline:
                 for i in [part.microbatch for part in done if part == kind(taken_in, part.microbatch)]:
                     rank, since = done[kind(made_in, i)]
                     changes[rank] += [(since, size), (done[kind(taken_in, i)][1], -size)]
-        return changes
+        return [
+            sorted(own, key=lambda entry: (entry[0], -entry[1])) for own in changes
+        ]  # at one time, what is made first
 
 
 def stages_in(row: Sequence[Timed]) -> set[int]:

@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline import BW, SCHEDULES, Action, F, W, check_deadlock_free, lower, simulate
+from pipeline.cli.main import main
 from pipeline.schedules.action import check_skips
 from pipeline.schedules.whole_step import Replica, check_whole_step
 
@@ -85,3 +86,36 @@ def test_its_messages_take_their_time():
     assert two.rows[2][0].start == 2 + 8
     with pytest.raises(ValueError, match="skip_bytes must be one number or one for each of 1 skips, got 2 numbers"):
         simulate(orders, num_stages=3, skips=[(0, 2)], skip_bytes=[1, 2])
+
+
+def test_what_waits_takes_memory_where_it_was_made():
+    """On rank 0 "a" of two micro-batches waits until rank 2 takes the first; on rank 2 its gradients wait likewise."""
+    timeline = simulate(SCHEDULES["gpipe"].orders(3, 2), num_stages=3)
+    assert timeline.peak_memory(1, 0) == [2, 2, 2]
+    assert timeline.peak_memory(0, 0, skips=[(0, 2)]) == [2, 0, 2]
+    # Rank 0: two values wait at time 2, with two tapes. Rank 2: its last gradient is there before its tape goes.
+    assert timeline.peak_memory(1, 0, skips=[(0, 2)], skip_memory=10) == [22, 2, 21]
+    assert timeline.peak_memory(0, 0, skips=[(0, 2), (0, 1)], skip_memory=[10, 1]) == [22, 2, 20]
+    # In a V both ends may be on one rank: what waits is held from the first action to the second.
+    row = simulate(SCHEDULES["zbv"].orders(1, 1), num_stages=2).peak_memory(0, 0, skips=[(0, 1)])
+    assert row == [1]
+    forwards = simulate([[F(0, 0)], [F(1, 0)], [F(2, 0)]], num_stages=3)
+    assert forwards.peak_memory(1, 0, skips=[(0, 2)]) == [1, 0, 0]
+    with pytest.raises(ValueError, match="skip_memory must be one number or one for each of 1 skips, got 2 numbers"):
+        timeline.peak_memory(0, 0, skips=[(0, 2)], skip_memory=[1, 2])
+
+
+def test_the_commands_take_them(capsys):
+    assert (
+        main(["simulate", "gpipe", "--stages", "3", "--microbatches", "2", "--skips", "0-2", "--skip-bytes", "5"]) == 0
+    )
+    assert "skips that wait, at most a rank         2 0 2\n" in capsys.readouterr().out
+    assert main(["check", "zbv", "--stages", "4", "--skips", "0-3,1-2", "--dp", "2"]) == 0
+    assert "no timing of messages and reductions can deadlock it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["3-0", "0-3,0-3", "0", "0-3,", "a-b", "0-0", "-1-2"])
+def test_what_is_no_skip_is_one_line(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "1f1b", f"--skips={text}"])
+    assert "must be stages and later stages, as 0-3,1-2, each once" in capsys.readouterr().err
