@@ -9,6 +9,9 @@ from pipeline.cli import flags
 from pipeline.schedules.action import ScheduleError
 from pipeline.schedules.csv_file import dump, from_text, parse
 from pipeline.schedules.deadlock import check_deadlock_free
+from pipeline.schedules.drawing.moves import moves_picture
+from pipeline.schedules.drawing.png import write_png
+from pipeline.schedules.drawing.svg import svg
 from pipeline.schedules.drawing.text import draw_order
 from pipeline.schedules.lower import lower
 from pipeline.schedules.repair import repair
@@ -20,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `repair` takes."""
     parser.add_argument("file", type=Path, help="a .csv file that holds every action once, in an order that may hang")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the mended orders there")
+    what = "draw the orders before and after, what was moved in frames, as SVG"
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=what)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the same as PNG, which needs matplotlib")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -43,10 +49,16 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(mended), encoding="utf-8"))
+    said = f"mended with {len(moved)} moved action{'s' * (len(moved) > 1)}, the fewest that do"
+    drawing = moves_picture(orders, mended, moved, f"{name}: {said if moved else 'nothing to mend'}")
+    if arguments.svg is not None:
+        flags.write_file("--svg", arguments.svg, lambda path: path.write_text(svg(drawing), encoding="utf-8"))
+    if arguments.png is not None:
+        flags.write_file("--png", arguments.png, lambda path: write_png(drawing, path))
     if not moved:
         print(f"{name}: nothing to mend: complete, in order, and no timing of messages can deadlock it")
         return
-    print(f"{name}: mended with {len(moved)} moved action{'s' * (len(moved) > 1)}, the fewest that do")
+    print(f"{name}: {said}")
     for (rank, before), (_, after) in moved:
         print(f"rank {rank}: {orders[rank][before]} moved from place {before} to {after}")
     print("before")

@@ -8,6 +8,8 @@ from drawn_orders import read
 
 from pipeline import SCHEDULES, ScheduleError, validate
 from pipeline.cli.main import main
+from pipeline.schedules.drawing.moves import BAR, MOVED, moves_picture
+from pipeline.schedules.drawing.svg import LABEL_WIDTH, MARGIN
 from pipeline.schedules.repair import repair
 from pipeline.schedules.simulate import walk
 
@@ -95,11 +97,11 @@ def test_what_no_moves_mend_is_said():
 
 
 def test_the_command_draws_what_it_moved_and_writes_what_check_accepts(tmp_path, capsys):
-    path, mended = tmp_path / "mine.csv", tmp_path / "mended.csv"
+    path, mended, drawn = tmp_path / "mine.csv", tmp_path / "mended.csv", tmp_path / "moves.svg"
     path.write_text("0F0,0F1,0BW0,0BW1\n1BW0,1F0,1F1,1BW1\n")
     assert main(["check", str(path)]) == 2
     capsys.readouterr()
-    assert main(["repair", str(path), "--csv", str(mended)]) == 0
+    assert main(["repair", str(path), "--csv", str(mended), "--svg", str(drawn)]) == 0
     assert capsys.readouterr().out == (
         "mine.csv: mended with 1 moved action, the fewest that do\n"
         "rank 1: 1F0 moved from place 1 to 0\n"
@@ -110,9 +112,38 @@ def test_the_command_draws_what_it_moved_and_writes_what_check_accepts(tmp_path,
         "rank 0  0F0   0F1   0BW0  0BW1\n"
         "rank 1 [1F0]  1BW0  1F1   1BW1 <-- here\n"
     )
+    assert "1F0 from place 1 to 0 of rank 1" in drawn.read_text(encoding="utf-8")
     assert main(["check", str(mended)]) == 0
     assert main(["repair", str(mended)]) == 0
     assert "nothing to mend" in capsys.readouterr().out
+
+
+def test_the_change_is_drawn_with_what_moved_in_frames_and_bars_where_it_goes_and_was():
+    before = read("0F0 0F1 0BW0 0BW1\n1BW0 1BW1 1F0 1F1")
+    mended, moved = repair(before, num_stages=2)
+    drawn = moves_picture(before, mended, moved, "mine")
+    marks = [box for box in drawn.boxes if box.fill == MOVED]
+    before_y, after_y = sorted({box.y for box in marks})
+    cell = max(box.width for box in marks)
+
+    def places(y, width):
+        """Return the cells that frames cover, or those that bars stand before."""
+        left = MARGIN + LABEL_WIDTH - (BAR / 2 if width == BAR else 0)
+        return [(box.x - left) / cell for box in marks if box.y == y and box.width == width]
+
+    assert moved == [((1, 2), (1, 0)), ((1, 3), (1, 2))]
+    assert places(before_y, cell) == pytest.approx([2, 3])
+    assert places(before_y, BAR) == pytest.approx([0, 1])
+    assert places(after_y, cell) == pytest.approx([0, 2])
+    assert places(after_y, BAR) == pytest.approx([4])
+    assert drawn.words[1].text == "1F0 from place 2 to 0 of rank 1, 1F1 from place 3 to 2 of rank 1"
+
+
+def test_a_picture_of_nothing_moved_has_no_marks():
+    orders = SCHEDULES["1f1b"].orders(2, 2)
+    drawn = moves_picture(orders, orders, [], "mine")
+    assert not [box for box in drawn.boxes if box.fill == MOVED]
+    assert drawn.words[1].text == "nothing moved"
 
 
 @pytest.mark.parametrize(

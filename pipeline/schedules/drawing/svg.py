@@ -130,7 +130,7 @@ def _add_band(
             gap = min(1.0, width / 4)
             height = ROW_HEIGHT / len(action.singles)
             for place, single in enumerate(action.singles):
-                colour = _colour(single.kind, chunk_of[single.stage])
+                colour = colour_of(single.kind, chunk_of[single.stage])
                 boxes.append(Box(x + gap / 2, y + place * height, width - gap, height, colour))
                 number = str(single.microbatch)
                 if width > DIGIT_WIDTH * len(number):
@@ -178,7 +178,7 @@ def _costs(timeline: Timeline) -> str:
     )
 
 
-def _colour(kind: Kind, chunk: int) -> str:
+def colour_of(kind: Kind, chunk: int) -> str:
     """Return hue and lightness as a hexadecimal colour."""
     hue, saturation = HUES[kind]
     lightness = (64 if kind is not Kind.BW else 60) + 11 * min(chunk, 3)
@@ -190,7 +190,7 @@ def _add_legend(timeline: Timeline, x: float, y: float, boxes: list[Box], words:
     """Explain the colours that occur, with a shade for each chunk; return where the legend ends."""
     occurring = {single.kind for row in timeline.rows for timed in row for single in timed.action.singles}
     num_chunks = max(len(stages_in(row)) for row in timeline.rows)
-    entries = [(NAMES[kind], [_colour(kind, c) for c in range(num_chunks)]) for kind in NAMES if kind in occurring]
+    entries = [(NAMES[kind], [colour_of(kind, c) for c in range(num_chunks)]) for kind in NAMES if kind in occurring]
     for name, colours in [*entries, ("idle", [IDLE])]:
         for colour in colours:
             boxes.append(Box(x, y - 6, 12, 12, colour))
