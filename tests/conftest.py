@@ -39,6 +39,11 @@ from minigrad.backend import use_gpu
 UNDER_MPI = launched_by_mpi()
 MPI_WORLD = pytest.StashKey[Communicator]()
 TIMEOUT_SECONDS = 30.0
+# Files of more than 10 seconds of CPU that start no processes, which would tell that they take long.
+LONGEST = {
+    *("test_equality", "test_pipeline_trainer", "test_recovery", "test_checkpoint_layouts", "test_sharded"),
+    *("test_executor", "test_executor_forwards", "test_executor_memory", "test_schedules"),
+}
 
 
 class ProcessRanks:
@@ -114,12 +119,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("mpi")]
         config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("mpi")])
         items[:] = kept
-    items.sort(key=lambda item: not starts_jobs(item))  # what takes longest first, so that all workers end together
+    items.sort(key=turn)  # what takes longest first, so that all workers end together
 
 
-def starts_jobs(item: pytest.Item) -> bool:
-    """Tell whether this test's file starts other processes; stable, so that each file stays together."""
-    return bool({"MPIRUN", "run_job", "subprocess"} & vars(getattr(item, "module", None) or item).keys())
+def turn(item: pytest.Item) -> int:
+    """Say when this test's file has its turn: long ones, those that start other processes, and then the others."""
+    if item.path.stem in LONGEST:
+        return 0
+    module = getattr(item, "module", None) or item
+    return 1 if {"MPIRUN", "run_job", "subprocess"} & vars(module).keys() else 2
 
 
 @pytest.fixture
