@@ -62,6 +62,21 @@ def test_over_messages_too_again_and_again(ranks, schedule):
     check_against_one_process(ranks, unet(), split(X, 4), split(Y, 4), schedule=schedule, num_steps=3)
 
 
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("gpipe", 8), ("gpipe", 4), ("zbv", 4), ("interleaved_1f1b", 2)])
+def test_contributions_are_added_in_the_order_of_one_process(schedule, num_ranks):
+    """An output that goes on and is taken twice gets three: with the same sums the gradients have the same bits."""
+    num_parts = num_ranks if schedule == "interleaved_1f1b" else 1
+    _, grads = gradients_in_one_process(unet(), split(X, num_parts), split(Y, num_parts), mg.mse)
+
+    def program(comm):
+        pipe = connect(comm, unet(), schedule=schedule, num_microbatches=num_parts)
+        pipe.step(X, Y)
+        for name, grad in grads_of(pipe).items():
+            np.testing.assert_array_equal(grad, grads[name], err_msg=name)
+
+    LocalWorld(num_ranks).run(program)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev_overlap"])
 def test_recomputed_layers_give_the_same_bits(schedule):
     def program(comm):
