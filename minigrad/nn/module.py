@@ -313,11 +313,13 @@ class Sequential(Module):
             raise TypeError("Sequential takes its layers as one list: write Sequential([first, second])")
         self.layers = list(layers)
 
-    def __call__(self, x: Any) -> Any:
-        return self.call_with(x, {})
+    def __call__(self, x: Any, given: dict[str, Any] | None = None) -> Any:
+        """Call the layers.
 
-    def call_with(self, x: Any, given: dict[str, Any]) -> Any:
-        """Call the layers with the outputs of earlier ones that skip connections bring, and add theirs."""
+        Args:
+            given: what skip connections bring from layers elsewhere, by name; what these layers give is added.
+        """
+        given = {} if given is None else given
         for layer in self.layers:
             x = layer(x, given) if isinstance(layer, SkipLayer) else layer(x)
         return x

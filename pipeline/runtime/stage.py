@@ -180,7 +180,7 @@ class PipelineStage(Sequential):
             for names, own in zip(self._taken, leaves[1:], strict=True)
             for name, leaf in zip(names, own, strict=True)
         }
-        y = self.call_with(tuple(leaves[0]) if inputs[0].is_tuple else leaves[0][0], given)
+        y = self(tuple(leaves[0]) if inputs[0].is_tuple else leaves[0][0], given)
         if finish is not None:
             y = finish(y)
         ends = [self._end(y), *(self._end(tuple(given[name] for name in names)) for names in self._given)]

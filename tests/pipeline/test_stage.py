@@ -105,6 +105,14 @@ def test_more_stages_than_layers_are_refused_on_every_rank(ranks):
 # One micro-batch
 
 
+def test_a_profile_says_in_which_layer_of_a_stage_an_op_ran():
+    stage = only_stage(LAYERS)
+    with mg.profile():
+        forward(stage, np.ones((2, 3)), input_grad=True)
+    (root,) = stage._tapes[0].roots
+    assert root.node.seen.path.startswith("PipelineStage.layers[2]")
+
+
 def test_forward_and_backward_are_those_of_the_layers():
     x = np.linspace(-1, 1, 12).reshape(4, 3)
     stage = only_stage(LAYERS)
