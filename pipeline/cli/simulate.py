@@ -21,7 +21,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Print what a schedule costs."""
     checked, timeline = timeline_of(arguments)
     measured = measured_of(arguments, checked.num_microbatches)
-    peaks = None if measured is None else measured.peaks(timeline, checked.num_stages, checked.schedule.rank_of)
+    peaks = None
+    if measured is not None:
+        place = checked.num_stages, checked.schedule.rank_of
+        peaks = measured.peaks(timeline, *place, skips=arguments.skips, skip_bytes=arguments.skip_bytes)
     print(checked.title)
     print_costs(timeline)
     if arguments.skips:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from pipeline.schedules.action import Placement
+from pipeline.schedules.action import Placement, Skips
+from pipeline.schedules.per_stage import PerStage
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.simulate import simulate
 from pipeline.schedules.timeline import Timeline
@@ -75,10 +76,24 @@ class Measured:
             held.append(static + max(stage.working for stage in own) + max(stage.message for stage in own))
         return held
 
-    def peaks(self, timeline: Timeline, num_stages: int, rank_of: Placement) -> list[float]:
-        """Return the most bytes that each rank of a timeline holds."""
+    def peaks(
+        self,
+        timeline: Timeline,
+        num_stages: int,
+        rank_of: Placement,
+        *,
+        skips: Skips = (),
+        skip_bytes: PerStage = 0.0,
+    ) -> list[float]:
+        """Return the most bytes that each rank of a timeline holds.
+
+        Args:
+            skips, skip_bytes: what waits for later stages; see `Timeline.peak_memory`. (Where a stage keeps for its
+                backward what it gives away, that is counted twice until it is taken.)
+        """
         stages = self.stages_of(num_stages)
-        kept = timeline.peak_memory([s.activations for s in stages], [s.deferred for s in stages])
+        activations, deferred = [s.activations for s in stages], [s.deferred for s in stages]
+        kept = timeline.peak_memory(activations, deferred, skips=skips, skip_memory=skip_bytes)
         always = self.always(num_stages, rank_of, len(timeline.rows))
         return [a + b for a, b in zip(kept, always, strict=True)]
 

@@ -30,7 +30,7 @@ from pipeline.verify import Case, verify
 
 GENERATOR = np.random.default_rng(0)
 X, Y = GENERATOR.standard_normal((9, 4)), GENERATOR.standard_normal((9, 5))
-CASE = Case(unet(), [(X, Y), (X[::-1], Y)], mg.mse)
+CASE = Case(unet(), [(X, Y)], mg.mse)
 NAMES = [name for name, _ in unet()]
 
 

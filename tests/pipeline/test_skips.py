@@ -5,6 +5,8 @@ import pytest
 from pipeline import BW, SCHEDULES, Action, F, W, check_deadlock_free, lower, simulate
 from pipeline.cli.main import main
 from pipeline.schedules.action import check_skips
+from pipeline.schedules.held import Measured, StageBytes
+from pipeline.schedules.schedule import round_robin
 from pipeline.schedules.whole_step import Replica, check_whole_step
 
 SKIPS = ((0, 3), (1, 2), (0, 2))
@@ -103,6 +105,17 @@ def test_what_waits_takes_memory_where_it_was_made():
     assert forwards.peak_memory(1, 0, skips=[(0, 2)]) == [1, 0, 0]
     with pytest.raises(ValueError, match="skip_memory must be one number or one for each of 1 skips, got 2 numbers"):
         timeline.peak_memory(0, 0, skips=[(0, 2)], skip_memory=[1, 2])
+
+
+def test_bytes_of_what_waits_come_on_top_of_what_stages_hold():
+    stage = StageBytes(100, 100, 200, 10, 4, 3, 2)
+    measured, timeline = (
+        Measured(lambda count: [stage] * count),
+        simulate(SCHEDULES["gpipe"].orders(3, 2), num_stages=3),
+    )
+    plain = measured.peaks(timeline, 3, round_robin)
+    assert plain == [425, 425, 425]
+    assert measured.peaks(timeline, 3, round_robin, skips=[(0, 2)], skip_bytes=100) == [625, 425, 615]
 
 
 def test_the_commands_take_them(capsys):
