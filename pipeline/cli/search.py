@@ -56,9 +56,12 @@ def run(arguments: argparse.Namespace) -> None:
     given = {name: getattr(arguments, name.replace("-", "_")) for name in _PER_RANK}
     lengths = {len(value) for value in given.values() if isinstance(value, list)}
     if lengths:  # one a stage: of these placements, those that have so many
-        names = [name for name in names if {PLACEMENTS[name][0] * arguments.ranks} == lengths]
+        allowed = {name: PLACEMENTS[name][0] * arguments.ranks for name in names}
+        names = [name for name in names if {allowed[name]} == lengths]
         if not names:
-            raise ValueError(f"numbers with commas must be one for each stage, got {' and '.join(map(str, lengths))}")
+            flags_given = " and ".join(f"{len(v)} for --{name}" for name, v in given.items() if isinstance(v, list))
+            stages = " or ".join(map(str, sorted(set(allowed.values()))))
+            raise ValueError(f"numbers with commas must be one for each of {stages} stages, got {flags_given}")
     measured = measured_of(arguments, arguments.microbatches)
     results = search_placements(
         lambda placement: _problem(arguments, placement, given, measured),

@@ -5,7 +5,8 @@ Which action is most urgent, and how long it pays to wait, is a `Rule`; trying r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Rule:
         patience: the same after its first backward, for what is on its way to it.
         reserve: keep room free for a forward on each later stage of a rank, so that what has begun can always end.
             Without it more fits, and some rules get stuck.
+        exceptions: by rank and place in its order, the kind (0, 1, 2 for F, B, W) and stage that goes there instead.
     """
 
     offsets: tuple[tuple[float, float, float], ...]
@@ -39,14 +41,21 @@ class Rule:
     first_patience: float = 0.0
     patience: float = 0.0
     reserve: bool = True
+    exceptions: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
 
 class Built(NamedTuple):
-    """Orders, and the makespan and the longest span that they take."""
+    """Orders, the makespan and the longest span that they take, and the ends of all ranks together.
+
+    Attributes:
+        gaps: rank and place in its order before which it idles.
+    """
 
     orders: list[list[Action]]
     makespan: float
     span: float
+    ends: float
+    gaps: list[tuple[int, int]]
 
 
 class _Choice(NamedTuple):
@@ -85,6 +94,7 @@ def build(problem: Problem, rule: Rule) -> Built | None:
     started: list[float | None] = [None] * problem.num_ranks
     no_backward = [True] * problem.num_ranks
     orders: list[list[Action]] = [[] for _ in range(problem.num_ranks)]
+    gaps: list[tuple[int, int]] = []
     events = [(0.0, owner[0])]  # a rank looks for something to do
     while events:
         now, rank = heappop(events)
@@ -93,7 +103,10 @@ def build(problem: Problem, rule: Rule) -> Built | None:
         patience = rule.first_patience if no_backward[rank] else rule.patience
         chosen, key = None, _NEVER
         coming = []  # what is on its way
+        only = rule.exceptions.get((rank, len(orders[rank])))
         for choice in choices[rank]:
+            if only is not None and only != (choice.kind, choice.stage):
+                continue
             index = count[choice.kind][choice.stage]
             arrivals = ready[choice.kind][choice.stage]
             if index == len(arrivals) or held[rank] + choice.room > room[rank]:
@@ -120,6 +133,8 @@ def build(problem: Problem, rule: Rule) -> Built | None:
         held[rank] += chosen.held
         if started[rank] is None:
             started[rank] = now
+        elif now > free[rank]:
+            gaps.append((rank, len(orders[rank])))
         free[rank] = end
         orders[rank].append(Action(_KINDS[kind], stage, microbatch))
         heappush(events, (end, rank))
@@ -137,7 +152,7 @@ def build(problem: Problem, rule: Rule) -> Built | None:
     if any(done < m for done in count[_W]):
         return None
     spans = [end - start for start, end in zip(started, free, strict=True) if start is not None]
-    return Built(orders, max(free), max(spans))
+    return Built(orders, max(free), max(spans), sum(free), gaps)
 
 
 def _choices(problem: Problem, rule: Rule) -> list[list[_Choice]]:

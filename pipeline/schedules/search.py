@@ -1,9 +1,10 @@
 """Search: for given times, links and memory, an order whose step is short, and how short one could be at best.
 
-Orders are built by rules (`greedy`): first a few that are often best, then building blocks drawn at random, half of
-them close to the best one so far. Where the problem is small, all orders are looked at besides, of which ever more are
-kept (`beam`). The search ends where a lower bound is met (`bound`) or all orders were looked at, since nothing is left
-to find, or after so many tries or seconds. What it returns is never worse than the best named schedule that fits.
+Orders are built by rules (`greedy`): first a few that are often best, then building blocks drawn at random, or close to
+the best one so far, or that one with an exception where a rank idled: something else goes first there. Where a problem
+is small, all orders are looked at besides, of which ever more are kept (`beam`). The search ends where a lower bound is
+met (`bound`) or all orders were looked at, since nothing is left to find, or after so many tries or seconds. What it
+returns is never worse than the best named schedule that fits.
 
     found = search(problem, measure="span")
     print(found.report())
@@ -23,7 +24,7 @@ from pipeline.schedules.beam import MOST_ACTIONS, beam
 from pipeline.schedules.bound import Bound, lower_bounds
 from pipeline.schedules.csv_file import dump, from_text
 from pipeline.schedules.deadlock import check_deadlock_free
-from pipeline.schedules.greedy import Rule, build
+from pipeline.schedules.greedy import Built, Rule, build
 from pipeline.schedules.lower import lower
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.schedule import SCHEDULES, Schedule, round_robin, v_shape
@@ -140,7 +141,7 @@ def search(
             if built is None:
                 continue
             value = (built.span if measure == "span" else built.makespan, built.makespan)
-            rules.note(attempt, value)
+            rules.note(attempt, built, value[0])
             if best is None or value < best[:2]:
                 best = (*value, built.orders)
             continue
@@ -224,7 +225,7 @@ class _Rules:
         self._problem = problem
         self._goal = goal
         self._rng = rng
-        self._best: tuple[tuple[float, float], Rule] | None = None
+        self._best: tuple[tuple[float, float], Rule, Built] | None = None
         work = [
             sum(problem.forward[s] + problem.backward_input[s] + problem.backward_weight[s] for s in own)
             for own in problem.stages_of_rank
@@ -233,10 +234,11 @@ class _Rules:
         self._idle = goal - problem.num_microbatches * self._period  # that the goal leaves to the busiest rank
         self._tick = self._period / (3 * max(len(own) for own in problem.stages_of_rank))  # one action, about
 
-    def note(self, rule: Rule, value: tuple[float, float]) -> None:
+    def note(self, rule: Rule, built: Built, time: float) -> None:
         """Tell what a rule came to; random ones stay close to the best."""
-        if self._best is None or value < self._best[0]:
-            self._best = value, rule
+        value = (time, built.ends)
+        if self._best is None or value <= self._best[0]:
+            self._best = value, rule, built
 
     def __iter__(self) -> Iterator[Rule | int]:
         """Yield rules, and, the rarer the larger, how many orders to keep in a beam."""
@@ -251,7 +253,9 @@ class _Rules:
     def _endless(self) -> Iterator[Rule]:
         yield from self._usual()
         while True:
-            if self._best is not None and self._rng.random() < 0.5:
+            if self._best is not None and self._best[2].gaps and self._rng.random() < 0.5:
+                yield self._with_exception(self._best[1], self._best[2])
+            elif self._best is not None and self._rng.random() < 0.5:
                 yield self._near(self._best[1])
             else:
                 yield self._random()
@@ -285,6 +289,18 @@ class _Rules:
             rng.choice((0.0, 0.0, 0.01, 0.1, 1.0)) * self._tick,
             rng.random() < 0.7,
         )
+
+    def _with_exception(self, rule: Rule, built: Built) -> Rule:
+        """Return a rule that before a gap does something else."""
+        rng = self._rng
+        exceptions = dict(rule.exceptions)
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            rank, gap = rng.choice(built.gaps)
+            place = max(1, gap - rng.choice((0, 0, 1, 1, 2, 3, 5)))
+            exceptions[rank, place] = rng.randrange(3), rng.choice(self._problem.stages_of_rank[rank])
+        if exceptions and rng.random() < 0.3:
+            del exceptions[rng.choice(list(exceptions))]
+        return replace(rule, exceptions=exceptions)
 
     def _near(self, rule: Rule) -> Rule:
         rng, tick = self._rng, self._tick

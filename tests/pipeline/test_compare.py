@@ -161,7 +161,10 @@ def test_compare_has_names_files_functions_and_a_search_side_by_side(tmp_path, c
         (["compare", "--ranks-per-host", "0"], "must be a whole number of at least 1, got '0'"),
         (["search", "--memory", "1", "--static", "2"], "--memory must be more than --static, got -1 less"),
         (["search", "--memory", "0.5"], "takes 1 on rank 0, got a limit of 0.5"),
-        (["search", "--forward", "1,2,3"], "numbers with commas must be one for each stage, got 3"),
+        (
+            ["search", "--forward", "1,2,3"],
+            "numbers with commas must be one for each of 4 or 8 stages, got 3 for --forward",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_line(arguments, message, capsys):
