@@ -179,6 +179,9 @@ class Training:
             dtype=settings.dtype,
             device=settings.device,
         )
+        self.scale = scale
+        if scale is not None:
+            scale.move_to(self.stages.parameters()[0].data)
         if settings.init_from is not None:
             load_weights(self.stages.parameters(), config, settings.init_from)
 
@@ -222,7 +225,6 @@ class Training:
         self.model = self.stages if self.hook is None else WithState(self.stages, self.hook)
         self.batches = Prefetched(self._batches(tokens), settings.device)
         self.data = JoinedState(self.batches, loss_scale=scale)
-        self.scale = scale
 
     def _batches(self, tokens: Array) -> TokenBatches:
         return TokenBatches(

@@ -137,6 +137,8 @@ class Optimizer:
             part: [Piece(own, each, each.init(own.data)) for own, each in divided(part, rule)] for part in self._parts
         }
         self._known_runs: dict[FlatRange, tuple[Any, list[tuple[FlatRange, bool]], list[FlatRange]]] = {}
+        if loss_scale is not None and self._parts:
+            loss_scale.move_to(self._parts[0].data)
         self._norm = 0.0
         self._was_taken = True
         self._whole_step = self._new_whole_step()

@@ -83,6 +83,8 @@ class LossScale(StepGuard):
 
     By hand, and where the norm is one of several ranks, which must all see the same:
 
+        scale.move_to(params[0].data)
+        mg.backward(loss * scale.factor)
         scale.unscale(params)
         norm = clip_by_global_norm(stages, 1.0)
         if scale.update(norm):
@@ -109,7 +111,7 @@ class LossScale(StepGuard):
 
     @property
     def factor(self) -> Array:
-        """What a loss is multiplied by: () float32 where the model is, whose value follows the steps."""
+        """What a loss is multiplied by: () float32 where `move_to` or an optimizer has put it; it follows the steps."""
         return self._state[:1].reshape(())
 
     @property

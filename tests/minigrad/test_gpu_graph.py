@@ -118,6 +118,22 @@ def test_a_loss_scale_lives_on_the_gpu_and_is_the_cpus() -> None:
         np.testing.assert_allclose(on_gpu, values, rtol=1e-4, atol=1e-6)
 
 
+def test_a_loss_scale_goes_with_any_rule() -> None:
+    """Also one that asks the GPU."""
+    model, scale = GPT(CONFIG, device="cuda"), LossScale(value=2.0**24)
+    optimizer = Optimizer(model.parameters(), SGD(0.1), max_norm=1.0, loss_scale=scale)
+    use_precision(model.parameters(), "float16")
+    losses = []
+    for x, y in batches(1) * 24:
+        optimizer.zero_grad()
+        loss = mg.cross_entropy(model(to_device(x)), to_device(y))
+        mg.backward(loss * scale.factor)
+        optimizer.step()
+        losses.append(loss.item())
+    assert scale.num_skipped > 0
+    assert losses[-1] < losses[0]
+
+
 def test_a_float16_step_with_its_loss_scale_is_captured() -> None:
     def trained(graph: bool) -> Any:
         training, scale = Training("float16"), LossScale(value=2.0**24, growth_steps=4)
