@@ -1,19 +1,22 @@
 """Search orders under a memory limit, and hold them against published ones.
 
-    python benchmarks/search.py
+    python benchmarks/search.py                   published rows and V placements: six minutes
+    python benchmarks/search.py --part exact      one table: published, v, or exact, which takes an hour
 
 First the twelve rows of tables 5 and 6 of arXiv 2401.10241, whose ZB-2p column is the best order that its authors'
 search found with twice the memory of 1F1B. Then V placements of 3 to 8 ranks at every memory from V-Min's to ZBV's, all
-actions of one length, against what the public search of arXiv 2405.15362 reaches. Pure Python on one core.
+actions of one length, against what the public search of arXiv 2405.15362 reaches. Small problems with tight
+memory are held against the solver's answer. Pure Python on one core.
 """
 
 import argparse
 import time
 from pathlib import Path
 
+from pipeline.schedules.exact import shortest
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.schedule import round_robin, v_shape
-from pipeline.schedules.search import search
+from pipeline.schedules.search import MEASURES, PLACEMENTS, search
 
 RESULTS = Path(__file__).parent / "results" / "search.txt"
 ROWS = [  # ranks, micro-batches, F, B, W, message, M_W / M_B, bubble rates of ZB-H2 and ZB-2p
@@ -84,15 +87,57 @@ def v_rows(seconds: float, tries: int) -> list[str]:
     return lines
 
 
+def exact_rows(seconds: float, solver_seconds: float) -> list[str]:
+    """Return the table of small problems where the found order is longer than the bound, beside the solver's answer."""
+    lines = ["   p    m    k  placement  measure    found   exact"]
+    proved = equal = settled = count = 0
+    for placement, (num_chunks, rank_of) in PLACEMENTS.items():
+        for p, m in ((2, 2), (2, 4), (2, 6), (2, 8), (3, 2), (3, 4), (3, 6), (4, 2), (4, 4), (4, 8)):
+            for k in range(num_chunks, num_chunks * p + 1):
+                problem = Problem.of(
+                    num_ranks=p, num_microbatches=m, rank_of=rank_of, num_stages=num_chunks * p, limit=k
+                )
+                for measure in MEASURES:
+                    found = search(problem, measure=measure, seconds=seconds)
+                    count += 1
+                    if found.gap < 1e-6:
+                        proved += 1
+                        continue
+                    exact = shortest(problem, found.orders, measure=measure, seconds=solver_seconds)
+                    settled += exact.proved
+                    equal += exact.proved and found.time <= exact.time * (1 + 1e-6)
+                    answer = f"{exact.time:g}" if exact.proved else f"from {exact.least:.4g}"
+                    lines.append(f"{p:4} {m:4} {k:4}  {placement:9}  {measure:8} {found.time:6g}  {answer}")
+    lines.append(
+        f"{count} problems: {proved} proved by a bound or by looking at all orders; "
+        f"of the rest the solver settles {settled}, of which {equal} were found"
+    )
+    return lines
+
+
 def main() -> None:
-    """Print both tables and keep them."""
+    """Print the tables, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="for a row (default 20)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for a published row (default 20)")
+    parser.add_argument("--v-seconds", type=float, default=4.0, help="for a V (default 4)")
     parser.add_argument("--tries", type=int, default=2000, help="for a V (default 2000)")
+    parser.add_argument("--solver-seconds", type=float, default=60.0, help="for an exact answer (default 60)")
+    parser.add_argument(
+        "--part", choices=["published", "v", "exact"], help="one table only; the others are kept as they are"
+    )
     arguments = parser.parse_args()
-    lines = [*published_rows(arguments.seconds), "", *v_rows(arguments.seconds, arguments.tries)]
-    print("\n".join(lines))
-    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tables = {
+        "published": lambda: published_rows(arguments.seconds),
+        "v": lambda: v_rows(arguments.v_seconds, arguments.tries),
+        "exact": lambda: exact_rows(arguments.v_seconds, arguments.solver_seconds),
+    }
+    kept = RESULTS.read_text(encoding="utf-8").strip().split("\n\n") if RESULTS.exists() else []
+    texts = dict(zip(tables, kept, strict=False))
+    for part, table in tables.items():
+        if arguments.part == part or (arguments.part is None and part != "exact"):
+            texts[part] = "\n".join(table())
+            print(texts[part], end="\n\n")
+    RESULTS.write_text("\n\n".join(texts[part] for part in tables if part in texts) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
