@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.cli import flags
 from pipeline.cli.memory import add_measured, measured_of
 from pipeline.schedules.csv_file import dump
+from pipeline.schedules.drawing.svg import picture, svg
 from pipeline.schedules.exact import check_solvable, shortest
 from pipeline.schedules.held import Measured
 from pipeline.schedules.problem import Problem
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "then ask a solver for the shortest order that there is, for S seconds at most (60); needs highspy"
     parser.add_argument("--exact", type=flags.duration, nargs="?", const=60.0, metavar="S", help=what)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order, to draw, check and run")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the order against time")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -72,14 +74,18 @@ def run(arguments: argparse.Namespace) -> None:
     )
     best, found = next(iter(results.items()))
     num_chunks, _ = PLACEMENTS[best]
-    orders, exact = found.orders, None
+    orders, timeline, exact = found.orders, found.timeline, None
     if arguments.exact is not None:
         exact = shortest(found.problem, orders, measure=arguments.measure, seconds=arguments.exact)
-        orders = exact.orders
+        orders, timeline = exact.orders, exact.timeline
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(orders), encoding="utf-8"))
     num_stages = num_chunks * arguments.ranks
-    print(f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches")
+    title = f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches"
+    if arguments.svg is not None:
+        drawing = svg(picture(timeline, title))
+        flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
+    print(title)
     print(found.report())
     if measured is not None:
         peaks = measured.peaks(found.timeline, num_stages, PLACEMENTS[best][1])

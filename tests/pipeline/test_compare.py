@@ -146,6 +146,14 @@ def test_compare_has_names_files_functions_and_a_search_side_by_side(tmp_path, c
     assert "own.csv is written for 2 ranks and 4 micro-batches, got 4 and 8" in capsys.readouterr().out
 
 
+def test_what_is_found_is_drawn(tmp_path, capsys):
+    path = tmp_path / "found.svg"
+    assert main(["search", "--ranks", "2", "--microbatches", "3", "--placement", "one", "--svg", str(path)]) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title == "placement one: 2 stages on 2 ranks, 3 micro-batches"
+    assert title in path.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
