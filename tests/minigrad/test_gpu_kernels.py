@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,24 @@ def test_a_linear_map_and_gelu(dtype: str, exact: bool, m: int, n: int, k: int) 
         for found, want in zip(trained(*map(place, arrays)), expected, strict=True):
             error = np.linalg.norm(wide(to_host(found)) - want) / max(float(np.linalg.norm(want)), 1e-30)
             assert error < 2 * TOLERANCE[dtype], (error, want.shape)
+
+
+@each_dtype
+def test_threads_that_share_a_gpu_do_not_share_a_bias(dtype: str) -> None:
+    """A product's plan holds the address of its bias; ranks that are threads gave each other theirs, and got nan."""
+    x, w = cupy.zeros((64, 32), dtype_of(dtype)), cupy.zeros((32, 48), dtype_of(dtype))
+    biases, num_wrong = [cupy.full(48, i, dtype_of(dtype)) for i in range(4)], [cupy.zeros((), int) for _ in range(4)]
+
+    def run(i: int) -> None:
+        for _ in range(500):
+            num_wrong[i] += (gpu.linear(x, w, biases[i]) != biases[i]).sum()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [int(wrong) for wrong in num_wrong] == [0] * 4
 
 
 @each_dtype

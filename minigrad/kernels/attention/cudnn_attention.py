@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,7 @@ class _Plan:
         self._workspace_bytes = max(workspace_bytes, self._build(self._backward), 1)
         self._backward_ids = [tensor.get_uid() for tensor in (q, k, v, y, g, stats, *grads)]
         self._workspaces: dict[int, Array] = {}  # by stream
+        self._lock = threading.Lock()  # the handle is told its stream before a launch: no other thread between
         self._part_bytes = width * 2
 
     def _build(self, graph: Any) -> int:
@@ -153,8 +155,9 @@ class _Plan:
 
     def _run(self, graph: Any, pointers: dict[int, int]) -> None:
         stream = self._cp.cuda.get_current_stream().ptr
-        if stream not in self._workspaces:
-            with self._cp.cuda.using_allocator(None):  # of no pool: it outlives every graph
-                self._workspaces[stream] = self._cp.empty(self._workspace_bytes, np.uint8)
-        self._cudnn.set_stream(handle=self._handle, stream=stream)
-        graph.execute(pointers, address(self._workspaces[stream]), handle=self._handle)
+        with self._lock:
+            if stream not in self._workspaces:
+                with self._cp.cuda.using_allocator(None):  # of no pool: it outlives every graph
+                    self._workspaces[stream] = self._cp.empty(self._workspace_bytes, np.uint8)
+            self._cudnn.set_stream(handle=self._handle, stream=stream)
+            graph.execute(pointers, address(self._workspaces[stream]), handle=self._handle)

@@ -12,6 +12,7 @@ Source: NVIDIA, cuBLAS library documentation, "Using the cuBLASLt API"; numbers 
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,7 @@ class CublasLt:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._plans: dict[Any, _Plan] = {}
         self._workspaces: dict[int, Array] = {}  # by stream: two streams must not share one
+        self._lock = threading.Lock()  # a plan is told where a bias lies before its product: no other thread between
 
     def __call__(
         self,
@@ -92,7 +94,20 @@ class CublasLt:
         epilogue = _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS
         if before_gelu is not None:
             epilogue = _EPILOGUE_DGELU if bias is None else _EPILOGUE_GELU_AUX_BIAS
-        first, second, target = _matrix(b), _matrix(a), _matrix(out)
+        with self._lock:
+            self._run(_matrix(b), _matrix(a), _matrix(out), epilogue, bias, before_gelu, add=add)
+
+    def _run(
+        self,
+        first: _Matrix,
+        second: _Matrix,
+        target: _Matrix,
+        epilogue: int,
+        bias: Array | None,
+        before_gelu: Array | None,
+        *,
+        add: bool,
+    ) -> None:
         key = (*first[1:], first.alignment, *second[1:], second.alignment, *target[1:], target.alignment, epilogue)
         plan = self._plans.get(key)
         if plan is None:
