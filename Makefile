@@ -139,7 +139,7 @@ bench-pipeline: $(PEERS)  ## two stages beside torch.distributed.pipelining, wit
 bench-checkpoint: $(STAMP)  ## what saving costs a training step, with the targets
 	$(PY) benchmarks/checkpoint.py $(QUICK)
 
-bench-search: $(STAMP)  ## orders found under a memory limit beside published ones, with the bound; takes 6 minutes
+bench-search: $(STAMP)  ## orders found under a memory limit beside published ones, with the bound; takes 5 minutes
 	$(PY) benchmarks/search.py
 
 bench-recovery: $(STAMP)  ## what surviving a rank's death costs a step, and how long healing takes, with the targets

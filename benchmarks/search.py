@@ -1,6 +1,6 @@
 """Search orders under a memory limit, and hold them against published ones.
 
-    python benchmarks/search.py                   published rows and V placements: six minutes
+    python benchmarks/search.py                   published rows and V placements: five minutes
     python benchmarks/search.py --part exact      one table: published, v, or exact, which takes an hour
 
 First the twelve rows of tables 5 and 6 of arXiv 2401.10241, whose ZB-2p column is the best order that its authors'
