@@ -118,7 +118,7 @@ def exact_rows(seconds: float, solver_seconds: float) -> list[str]:
 def main() -> None:
     """Print the tables, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="for a published row (default 20)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="for a published row (default 12)")
     parser.add_argument("--v-seconds", type=float, default=4.0, help="for a V (default 4)")
     parser.add_argument("--tries", type=int, default=2000, help="for a V (default 2000)")
     parser.add_argument("--solver-seconds", type=float, default=60.0, help="for an exact answer (default 60)")
