@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
@@ -235,6 +236,11 @@ class FlatRange:
         assert first.flat is not None
         return FlatRange(first.flat, first.start, last.stop, tuple(params))
 
+    @cached_property
+    def name(self) -> str:
+        """The first and the last parameter in it, for messages."""
+        return f"{self.params[0].label} ... {self.params[-1].label}"
+
     @property
     def data(self) -> Array:
         """(n,) values, a view."""
@@ -263,7 +269,7 @@ class FlatRange:
         Args:
             copied: the copy that ops see has been written already.
         """
-        name = f"{self.params[0].label} ... {self.params[-1].label} (by {by})"
+        name = f"{self.name} (by {by})"
         self.flat.version.note(self.data, name)
         copy = self.copy
         if copy is not None:

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distributed.comm.calls import Call
 from distributed.comm.failure import Heal
 from distributed.comm.reduction import ReduceOp, check_reducible
 from distributed.comm.sequence import MessageSteps, SequenceWork
@@ -53,7 +52,7 @@ class Communicator(ABC):
         self.size = size
         self.max_message_elements = max_message_elements
         self._wait_contexts: list[WaitContext] = []
-        self._subject: WaitContext | None = None  # of the collectives that are being launched
+        self._subject: str | None = None  # of the collectives that are being launched
 
     @property
     @abstractmethod
@@ -132,8 +131,9 @@ class Communicator(ABC):
             TypeError: `array` is not of native floats.
             ValueError: `array` is not contiguous or not writeable.
         """
-        check_array("average", array, written=True)
-        check_reducible("average", array.dtype, ReduceOp.MEAN)
+        if not self._is_plain(array, op=ReduceOp.SUM) or array.dtype.kind != "f":
+            check_array("average", array, written=True)
+            check_reducible("average", array.dtype, ReduceOp.MEAN)
         array *= array.dtype.type(1 / self.size)
         return self.allreduce(array)
 
@@ -375,7 +375,7 @@ class Communicator(ABC):
             self._wait_contexts.pop()
 
     @contextmanager
-    def calls_about(self, what: WaitContext) -> Iterator[None]:
+    def calls_about(self, what: str) -> Iterator[None]:
         """Say what the collectives launched inside the `with` are about, such as a bucket of gradients.
 
         Where ranks compare their calls they compare this too, and an error names it: two ranks that reduce as many
@@ -467,11 +467,6 @@ class Communicator(ABC):
         """Say in whose name this communicator waits, for the end of an error message."""
         contexts = [what if isinstance(what, str) else what() for what in self._wait_contexts]
         return "".join(f", for {context}" for context in contexts)
-
-    def _with_subject(self, call: Call) -> Call:
-        """Return a call as ranks compare it."""
-        what = self._subject
-        return call if what is None else call._replace(subject=what if isinstance(what, str) else what())
 
     def _is_plain(self, array: Array, *, written: bool = True, op: ReduceOp | None = None) -> bool:
         """Return whether an array passes all checks and goes in one message as it is, as nearly all do: one look.

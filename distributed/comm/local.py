@@ -279,10 +279,11 @@ class LocalCommunicator(Communicator):
     ) -> _LocalWork:
         """Join the next collective; the last rank to join combines, each rank lands the result for itself."""
         number = next(self._num_collectives)
+        call = call._replace(subject=self._subject)
         with self._job.changed:
             self._space.family.begin_call(self._space.members[self.rank])
             collective = self._space.collectives.setdefault(number, _Collective())
-            mismatch = join_call(collective.calls, number, self.rank, self._with_subject(call), self._space.label)
+            mismatch = join_call(collective.calls, number, self.rank, call, self._space.label)
             if collective.mismatch is None and mismatch is not None:
                 collective.mismatch = mismatch
                 self._job.changed.notify_all()

@@ -348,7 +348,7 @@ class MPICommunicator(Communicator):
         number = self._num_collectives
         self._num_collectives += 1
         if self._check is not None:
-            steps = self._checked(number, self._with_subject(call), call_site(), steps)
+            steps = self._checked(number, call._replace(subject=self._subject), call_site(), steps)
         return self._start(steps, lambda: f"{call} #{number}")
 
     def _checked(self, number: int, call: Call, where: str, steps: Steps) -> Steps:

@@ -175,7 +175,6 @@ class DistributedDataParallel:
         Collective where the weights are checked.
         """
         own = Share.of(self.comm.rank, counts)
-        self.buckets.order.learn()
         self._num_backwards += 1
         if self._check_every and self._num_backwards % self._check_every == 0:
             self.check_replicas()

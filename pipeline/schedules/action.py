@@ -30,7 +30,12 @@ Skips = Sequence[tuple[int, int]]
 
 
 class Kind(Enum):
-    """What an action does, in the letters of arXiv 2401.10241 (zero bubble)."""
+    """What an action does, in the letters of arXiv 2401.10241 (zero bubble).
+
+    Attributes:
+        sends, receives: whether it is that end of a message.
+        is_compute: whether it is no message.
+    """
 
     F = "F"  # forward
     B = "B"  # backward, input half: the gradient that the stage before waits for
@@ -42,20 +47,10 @@ class Kind(Enum):
     RECV_B = "RECV_B"  # post the receive of the gradient of this stage's output
     PAIR = "F&B"  # a forward and a backward at the same time: see `pair`
 
-    @property
-    def is_compute(self) -> bool:
-        """Tell compute from communication."""
-        return self in (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.PAIR)
-
-    @property
-    def sends(self) -> bool:
-        """Tell the sending end of a message from all else."""
-        return self in (Kind.SEND_F, Kind.SEND_B)
-
-    @property
-    def receives(self) -> bool:
-        """Tell the receiving end of a message from all else."""
-        return self in (Kind.RECV_F, Kind.RECV_B)
+    def __init__(self, letters: str) -> None:
+        self.sends = letters.startswith("SEND")
+        self.receives = letters.startswith("RECV")
+        self.is_compute = not (self.sends or self.receives)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -34,6 +34,7 @@ class Bucket:
 
     Attributes:
         number: its place among the buckets as cut, which is that of its launch until another order is learned.
+        name: for messages: its number, and the first parameter in it.
         range: the slice of a flat.
         pending: parameters whose gradient is not final yet.
         work: the reduction, once launched.
@@ -41,6 +42,7 @@ class Bucket:
     """
 
     number: int
+    name: str
     range: FlatRange
     pending: set[Parameter] = field(default_factory=set)
     work: Work | None = None

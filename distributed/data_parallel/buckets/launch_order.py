@@ -12,7 +12,7 @@ that one of them alone does not wait for, and a proof of the given order holds f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from distributed.comm.communicator import Communicator
 from distributed.data_parallel.buckets.bucket import Bucket
@@ -27,39 +27,25 @@ class LaunchOrder:
 
     Attributes:
         buckets: as they are launched.
+        completed: numbers of buckets, as this rank's backward completes them; none where no backward runs.
+        is_final: there is nothing to learn any more.
     """
 
     def __init__(self, buckets: Sequence[Bucket], num_last: int, comm: Communicator) -> None:
         self.buckets = list(buckets)
+        self.completed: list[int] = []
+        self.is_final = comm.size == 1  # nobody has to agree: what is complete may go
         self._first_last = len(buckets) - num_last
         self._comm = comm
-        self._completed: list[int] = []  # numbers of buckets, as this rank's backward completes them; none without one
-        self._is_final = comm.size == 1  # nobody has to agree: what is complete may go
-        self._is_shown = False  # all ranks have taken a step, and so all know that there is an order to learn
-
-    def begin(self, completed: Iterable[Bucket] = ()) -> None:
-        """Begin a backward, before which some buckets are complete."""
-        self._completed = [bucket.number for bucket in completed]
-
-    def note(self, bucket: Bucket) -> None:
-        """Note that a backward has completed a bucket."""
-        self._completed.append(bucket.number)
-
-    def end(self) -> None:
-        """Note that all ranks take the step."""
-        self._is_shown = True
 
     def learn(self) -> None:
-        """Launch from now on as rank 0's last backward completed the buckets. Collective; between two backwards.
+        """Launch from the next step on as rank 0's backward completed the buckets, if it had one.
 
-        Does something once, after the first step that all ranks took and rank 0 had a backward for.
+        Collective: at the end of a step that all ranks take.
         """
-        if self._is_final or not self._is_shown:
-            return
         with self._comm.waiting_for("the order of buckets that rank 0 has learned"):
-            order: list[int] = self._comm.broadcast_object(self._completed)
-        self._is_shown = False
+            order: list[int] = self._comm.broadcast_object(self.completed)
         if order:
             given = {bucket.number: bucket for bucket in self.buckets}
             self.buckets = [given[i] for i in sorted(order, key=lambda i: max(i - self._first_last + 1, 0))]
-            self._is_final = True
+            self.is_final = True

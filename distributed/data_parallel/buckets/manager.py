@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,10 @@ class GradientBucketManager:
         self.comm = comm
         self.params = list(dict.fromkeys(p if isinstance(p, Parameter) else _from_triple(*p) for p in params))
         limit = default_bucket_bytes(self.params) if bucket_bytes is None else bucket_bytes
-        self.buckets = [Bucket(i, part) for i, part in enumerate(plan_buckets(self.params, limit, last))]
+        parts = plan_buckets(self.params, limit, last)
+        self.buckets = [
+            Bucket(i, f"bucket {i} of {len(parts)}, {part.params[0].name} ...", part) for i, part in enumerate(parts)
+        ]
         self.order = LaunchOrder(self.buckets, len(set(last)), comm)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.range.params}
         self._by_name = {p.name: p for p in self.params}
@@ -165,7 +167,7 @@ class GradientBucketManager:
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         if reached:  # or it is no backward, and shows no order
-            self.order.begin(bucket for bucket in self.buckets if not bucket.pending)
+            self.order.completed = [bucket.number for bucket in self.buckets if not bucket.pending]
         self._launch_complete()
 
     def _begin(self, share: float | None, reached: Sequence[bool], *, is_even: bool) -> None:
@@ -177,7 +179,7 @@ class GradientBucketManager:
         self._is_even = is_even and self.comm.size > 1
         self._verdict.reset(reached)
         self._num_launched = 0
-        self.order.begin()
+        self.order.completed = []
         self.under_way = True
 
     def mark_ready(self, param: Parameter | str) -> None:
@@ -190,12 +192,12 @@ class GradientBucketManager:
         p = self._by_name[param] if isinstance(param, str) else param
         if not self.under_way:
             raise RuntimeError(self._message(f"on_grad_ready({p.name!r}) outside a backward; call reset() first"))
-        pending = self._bucket_of[p].pending
-        if p not in pending:
+        bucket = self._bucket_of[p]
+        if p not in bucket.pending:
             raise RuntimeError(self._message(f"on_grad_ready({p.name!r}) called twice in one backward"))
         self._close(p)
-        if not pending:
-            self.order.note(self._bucket_of[p])
+        if not bucket.pending:
+            self.order.completed.append(bucket.number)
             self._launch_complete()
 
     def wait(self) -> None:
@@ -218,7 +220,8 @@ class GradientBucketManager:
         for p in self.params:
             p.hold = self._final_hold(p)
         self.under_way = False
-        self.order.end()
+        if not self.order.is_final:
+            self.order.learn()
         if unused and unused != self.unused:
             warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)
         self.unused = unused
@@ -292,7 +295,7 @@ class GradientBucketManager:
         def what() -> str:
             if awaited is None:
                 return THE_VERDICT
-            return self._name_of(awaited)
+            return awaited.name
 
         with self.comm.waiting_for(what):
             for awaited in self.order.buckets:
@@ -326,7 +329,7 @@ class GradientBucketManager:
         """Launch buckets in their order, up to the first that is not complete."""
         while self._num_launched < self.num_buckets and not self.order.buckets[self._num_launched].pending:
             bucket = self.order.buckets[self._num_launched]
-            with self.comm.calls_about(partial(self._name_of, bucket)):
+            with self.comm.calls_about(bucket.name):
                 bucket.work = self._launch(bucket)
             self._num_launched += 1
 
@@ -363,10 +366,6 @@ class GradientBucketManager:
         check_resettable([p], "a second reduction of")
         p.hold = REDUCING
         self._bucket_of[p].pending.remove(p)
-
-    def _name_of(self, bucket: Bucket) -> str:
-        """Name a bucket by the first parameter in it."""
-        return f"bucket {bucket.number} of {self.num_buckets}, {bucket.range.params[0].name} ..."
 
     def _message(self, rule: str) -> str:
         pending = [p.name for bucket in self.buckets for p in bucket.range.params if p in bucket.pending]
