@@ -124,7 +124,7 @@ class Checkpointer:
                     shape = (part.stop - part.start,) if stored.slices else stored.shape
                     self._copies[key] = np.empty(shape, stored.dtype)
         self._saving: Saving | None = None
-        self._knows_folder = False  # until what is in it was loaded, or there was nothing
+        self._knows_folder = False  # until what is in it was loaded, or there was nothing, or somebody says so
         if optimizer is not None:
             self._check_folder()
 
@@ -142,8 +142,8 @@ class Checkpointer:
                 fail. The same message on every rank.
             TypeError: state holds what JSON cannot say, such as infinity; the same message on every rank.
             ValueError: step is negative, or ranks are not at the same step; the same message on every rank.
-            RuntimeError: the folder holds a run that was not loaded: saving would replace it. Or there is no optimizer,
-                and nobody could go on from what was saved.
+            RuntimeError: the folder holds a run that was not loaded, and that nobody called this run's own: saving would
+                replace it. Or there is no optimizer, and nobody could go on from what was saved.
         """
         if self._optimizer is None:
             raise RuntimeError("a Checkpointer without an optimizer loads only: nobody could go on from what it saved")
@@ -195,6 +195,13 @@ class Checkpointer:
         if error is not None:
             saving.cancel()
             raise CheckpointError(error)
+
+    def own_folder(self) -> None:
+        """Take the checkpoints that there are for this run's own, though none was loaded. Not collective; on all ranks.
+
+        For a run that has its state from elsewhere: from ranks that live, after a death.
+        """
+        self._knows_folder = True
 
     def abandon(self) -> None:
         """Give up the save that is under way, where ranks have died that took part in it. Not collective."""

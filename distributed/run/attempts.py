@@ -154,6 +154,7 @@ class AttemptLoop(Generic[T]):
                 run.begin_metrics(attempt.step, parts.data.line, at_start=is_first)
                 self._show(attempt.step)
                 if attempt.recovery is not None:
+                    parts.checkpoints.own_folder()  # the state may have come from ranks that live
                     run.tell(attempt.recovery)
             if attempt.step == num_steps:
                 with attempt:

@@ -16,7 +16,7 @@ from common.train_gpt_settings import TrainSettings
 
 NUM_STEPS = 60  # the kill must come before the end, however late its moment is seen
 LIMIT_SECONDS = 120
-SIZES = f"--steps {NUM_STEPS} --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 20 --dropout 0.1"
+SIZES = f"--steps {NUM_STEPS} --layers 2 --heads 2 --width 16 --context 16 --batch 12 --dropout 0.1"
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 
 
@@ -37,8 +37,11 @@ def test_a_layout_for_those_that_are_left_keeps_the_step() -> None:
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 @pytest.mark.parametrize("heal", ["shrink", pytest.param("replace", marks=pytest.mark.long)])
 def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(heal: str, tmp_path: Path) -> None:
-    """With exact sums there is one hash for every layout, so also for one process, and for a run that changed it."""
-    flags = [*SIZES.split(), "--exact", "--text", str(write_text(tmp_path))]
+    """With exact sums there is one hash for every layout, so also for one process, and for a run that changed it.
+
+    It saves before the kill and after it.
+    """
+    flags = [*SIZES.split(), "--save-every", "3", "--exact", "--text", str(write_text(tmp_path))]
     alone = run_job([SCRIPT, *flags, "--microbatches", "4", "--run", "alone"], ranks=None, cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     flags += ["--dp", "2", "--microbatches", "2", "--heal", heal, "--run", "healed", "--progress", "lines"]
@@ -58,7 +61,7 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(h
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 @pytest.mark.long
 def test_a_run_whose_every_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    flags = [*SIZES.split(), "--exact", "--text", str(write_text(tmp_path))]
+    flags = [*SIZES.split(), "--save-every", "20", "--exact", "--text", str(write_text(tmp_path))]
     alone = run_job([SCRIPT, *flags, "--microbatches", "4", "--run", "alone"], ranks=None, cwd=tmp_path)
     flags += ["--dp", "2", "--microbatches", "2", "--heal", "replace", "--run", "healed"]
     code, output, errors = kill_in([SCRIPT, *flags], tmp_path, whom="mpirun", after=25)
