@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jobs import environ, start
+from jobs import start
 from killed_job import SPANS, Shot
 from toy_recovery import builder, digest, train
 

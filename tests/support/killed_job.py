@@ -84,6 +84,11 @@ class Target:
         return 0
 
 
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def shoot() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -111,7 +116,7 @@ def main(folder: Path, layout: dict[str, Any], num_steps: int) -> None:
     from distributed import world
     from distributed.checkpoint import Checkpointer
     from distributed.recovery import recovering
-    from minigrad import Hooks, cross_entropy, rng
+    from minigrad import Hooks, rng
 
     comm = world(survive=True, deterministic=True, timeout_seconds=60)
     buddy_every = layout.pop("buddy_every", 0)
@@ -144,10 +149,10 @@ def main(folder: Path, layout: dict[str, Any], num_steps: int) -> None:
         if attempt.recovery is not None:
             attempt.training.checkpoints.own_folder()
         if attempt.recovery is not None and comm.rank == 0:
-            print(f"healed from {attempt.recovery.source}", flush=True)
+            say(f"healed from {attempt.recovery.source}")
 
-        def reach(phase: str, step: int = step) -> None:
-            target.reach(phase, comm.rank, step)
+        def reach(phase: str, step: int = step, rank: int = comm.rank) -> None:
+            target.reach(phase, rank, step)
 
         with attempt as toy:
             reach("anywhere")
@@ -169,7 +174,7 @@ def main(folder: Path, layout: dict[str, Any], num_steps: int) -> None:
             reach("recovery")
         elif comm.rank == 0:
             target.note_step(step + 1)
-    print(json.dumps(digest(parameters)), flush=True)
+    say(json.dumps(digest(parameters)))
 
 
 if __name__ == "__main__":
