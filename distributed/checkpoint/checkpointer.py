@@ -142,8 +142,8 @@ class Checkpointer:
                 fail. The same message on every rank.
             TypeError: state holds what JSON cannot say, such as infinity; the same message on every rank.
             ValueError: step is negative, or ranks are not at the same step; the same message on every rank.
-            RuntimeError: the folder holds a run that was not loaded, and that nobody called this run's own: saving would
-                replace it. Or there is no optimizer, and nobody could go on from what was saved.
+            RuntimeError: the folder holds a run that was not loaded, and that nobody called this run's own: saving
+                would replace it. Or there is no optimizer, and nobody could go on from what was saved.
         """
         if self._optimizer is None:
             raise RuntimeError("a Checkpointer without an optimizer loads only: nobody could go on from what it saved")
