@@ -169,7 +169,7 @@ def test_a_linear_map_and_gelu(dtype: str, exact: bool, m: int, n: int, k: int) 
 
 @each_dtype
 def test_threads_that_share_a_gpu_do_not_share_a_bias(dtype: str) -> None:
-    """A product's plan holds the address of its bias; ranks that are threads gave each other theirs, and got nan."""
+    """A product's plan holds the address of its bias, set before the launch: another thread could come between."""
     x, w = cupy.zeros((64, 32), dtype_of(dtype)), cupy.zeros((32, 48), dtype_of(dtype))
     biases, num_wrong = [cupy.full(48, i, dtype_of(dtype)) for i in range(4)], [cupy.zeros((), int) for _ in range(4)]
 
