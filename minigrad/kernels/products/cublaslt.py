@@ -70,6 +70,7 @@ class CublasLt:
         self._plans: dict[Any, _Plan] = {}
         self._workspaces: dict[int, Array] = {}  # by stream: two streams must not share one
         self._lock = threading.Lock()  # a plan is told where a bias lies before its product: no other thread between
+        self._thread = threading.local()
 
     def __call__(
         self,
@@ -94,6 +95,9 @@ class CublasLt:
         epilogue = _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS
         if before_gelu is not None:
             epilogue = _EPILOGUE_DGELU if bias is None else _EPILOGUE_GELU_AUX_BIAS
+        if not hasattr(self._thread, "has_context"):  # cuBLASLt fails in a new thread that has not called the runtime
+            self._cp.cuda.Device().use()
+            self._thread.has_context = True
         with self._lock:
             self._run(_matrix(b), _matrix(a), _matrix(out), epilogue, bias, before_gelu, add=add)
 
