@@ -86,7 +86,7 @@ def test_a_wrong_micro_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_reduction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(start: Any) -> Any:
-        return lambda self, reached, share: start(self, reached, share * 1.01 if self.comm.rank == 1 else share)
+        return lambda self, reached, share, is_even: start(self, reached, share * (1 + self.comm.rank / 100))
 
     message = r"^\[rank 0\] .*step 0: the gradient of 'embed.position' .*micro-batches are right, so their reduction"
     expect(monkeypatch, GradientBucketManager, "start", broken, message)
