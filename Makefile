@@ -90,8 +90,9 @@ test-long: $(STAMP)  ## run the tests marked long, of whole scripts and many lay
 	@$(MAKE) --no-print-directory test-mpi WORLDS='$(wordlist 2,9,$(WORLDS))'
 
 test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py
-	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours.
-	@test -t 1 && color=yes || color=no; \
+	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours. And it fails where
+	@# a job that was killed has left the sockets of a process of the same number: hence a folder of its own.
+	@test -t 1 && color=yes || color=no; TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT; \
 	for run in $(WORLDS); do \
 	    set -- $$(echo $$run | tr , ' ') $(FLAGS); ranks=$$1; shift; \
 	    echo "tests marked mpi, on $$ranks ranks $$*"; \
