@@ -25,12 +25,13 @@ _PARTS = {"forward": Kind.F, "backward_input": Kind.B, "backward_weight": Kind.W
 def timeline(events: Sequence[Row]) -> Timeline:
     """Return what the events of one step say about computing; time 0 is the start of the first action.
 
-    Weight halves that ran side by side share their time evenly.
+    Weight halves that ran side by side share their time evenly. An action that waits inside, for parameters that other
+    ranks hold, is noted in parts: it lasts from the first to the last of them.
 
     Raises:
         ValueError: an action ran twice, so this is more than one step, or a rank computed nothing.
     """
-    compute = sorted((event for event in events if event[-1] == "compute"), key=lambda event: event[2])
+    compute = sorted(_whole(events), key=lambda event: event[2])
     num_ranks = 1 + max((event[0] for event in events), default=0)
     rows: list[list[Timed]] = [[] for _ in range(num_ranks)]
     for rank, names, start, end, _ in compute:
@@ -44,6 +45,27 @@ def timeline(events: Sequence[Row]) -> Timeline:
         if len({action for action, _, _ in row}) < len(row):
             raise ValueError(f"a timeline is of one step, but an action ran twice on rank {rank}")
     return Timeline(rows)
+
+
+def _whole(events: Sequence[Row]) -> list[Row]:
+    """Return what ranks computed; parts of an action with nothing but waits between them are one."""
+    found: list[Row] = []
+    last: dict[int, tuple[int, bool]] = {}  # rank -> place of its last action in `found`, whether it waits since then
+    states = (event for event in events if event[-1] in ("compute", "wait", "message", "step"))
+    for event in sorted(states, key=lambda event: event[2]):
+        rank, name, _, end, category = event
+        place, waits = last.get(rank, (-1, False))
+        if category == "wait":
+            last[rank] = place, True
+        elif category != "compute":
+            last[rank] = -1, False
+        elif waits and place >= 0 and found[place][1] == name:
+            found[place] = (*found[place][:3], end, category)
+            last[rank] = place, False
+        else:
+            last[rank] = len(found), False
+            found.append(event)
+    return found
 
 
 def is_of_schedule(events: Sequence[Row]) -> bool:

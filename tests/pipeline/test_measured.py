@@ -8,7 +8,20 @@ from toy_pipeline import dense
 
 import minigrad as mg
 from distributed import LocalWorld, Mesh
-from pipeline import SCHEDULES, Event, PipelineExecutor, PipelineStage, Timeline, draw, events, picture, simulate, svg
+from pipeline import (
+    BW,
+    SCHEDULES,
+    Event,
+    F,
+    PipelineExecutor,
+    PipelineStage,
+    Timeline,
+    draw,
+    events,
+    picture,
+    simulate,
+    svg,
+)
 from pipeline.schedules.measured import compare, predict, replicas, timeline, times
 
 ORDERS = SCHEDULES["zero_bubble_h1"].orders(2, 3)
@@ -44,6 +57,12 @@ def test_a_timeline_is_of_one_step():
     twice = [Event(0, "0F0", 0, 1, "compute"), Event(0, "0F0", 1, 2, "compute")]
     with pytest.raises(ValueError, match="a timeline is of one step, but an action ran twice on rank 0"):
         timeline(twice)
+
+
+def test_an_action_that_waited_inside_is_one():
+    # As a forward does whose parameters another replica holds, with --zero.
+    parts = [("0F0", 0, 1, "compute"), ("values", 1, 3, "wait"), ("0F0", 3, 4, "compute"), ("0BW0", 4, 5, "compute")]
+    assert timeline([Event(0, *part) for part in parts]).rows == [[(F(0, 0), 0, 4), (BW(0, 0), 4, 5)]]
 
 
 @pytest.mark.parametrize("recorded", [[], [Event(1, "0F0", 0, 1, "compute")]])
