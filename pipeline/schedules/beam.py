@@ -27,7 +27,6 @@ MOST_ACTIONS = 400
 """How many actions a problem may have in all, for a beam that takes seconds to be wide enough."""
 
 _KINDS = (Kind.F, Kind.B, Kind.W)
-_ROUNDING = 1e-9  # relative: what is called equal
 _LOOKS = 256  # at so many orders, between two looks at the clock
 
 
@@ -56,7 +55,7 @@ def beam(problem: Problem, *, span: bool, width: int, below: float = float("inf"
     Cost: about 60 microseconds a start for 8 stages.
     """
     partials = Partials(problem, span=span)
-    below *= 1 - _ROUNDING
+    most = problem.shorter_than(below)
     kept = [partials.begin()]
     num_starts = 0
     # A span is known from counts and times only where each rank begins as soon as it can.
@@ -71,7 +70,7 @@ def beam(problem: Problem, *, span: bool, width: int, below: float = float("inf"
                 if num_starts % _LOOKS == 0 and time.monotonic() > end:
                     return Looked(None, False, num_starts)
                 value = partials.outlook(following)
-                if value[0] < below:
+                if value[0] <= most:
                     found.setdefault(partials.key(following), (value, following))
         dropped = dropped or len(found) > width
         kept = [partial for _, partial in nsmallest(width, found.values(), key=lambda item: item[0])]

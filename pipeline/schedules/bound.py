@@ -5,7 +5,8 @@
     memory          what a rank may hold limits the forwards that it can run while the first backward is on its way,
                     and the micro-batches that can be under way at a time
 
-All hold for any order of the same work. The last is often met, and so proves an order to be the best there is.
+All hold for any order of the same work. The last is often met, and so proves an order to be the best there is. Where
+all times are multiples of one number, so is every step, and a bound is the next multiple.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ class Bound(NamedTuple):
 
 def lower_bounds(problem: Problem, *, span: bool = False) -> list[Bound]:
     """List the three lower bounds on the makespan, or on the longest span of a rank; the largest of them counts."""
-    return [
-        max(_busiest(problem), key=lambda bound: bound.time),
-        max(_critical_path(problem, span=span), key=lambda bound: bound.time),
-        max(_memory(problem, span=span), key=lambda bound: bound.time),
-    ]
+    kinds = _busiest(problem), _critical_path(problem, span=span), _memory(problem, span=span)
+    largest = [max(bounds, key=lambda bound: bound.time) for bounds in kinds]
+    return [bound._replace(time=problem.rounded_up(bound.time)) for bound in largest]
 
 
 def _work(problem: Problem, rank: int) -> float:

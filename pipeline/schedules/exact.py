@@ -97,7 +97,7 @@ def shortest(
     than from F to B, that takes no more memory.
 
     Args:
-        orders: some that fit; what is longer is not looked at.
+        orders: some that fit; the solver looks for what is shorter, and where there is none, they are the answer.
         measure: what is to be short, as in `search`.
         seconds: that the solver may take.
     Raises:
@@ -105,10 +105,11 @@ def shortest(
     """
     check_solvable(problem, measure)
     known = MEASURES[measure](problem.simulate(orders))
-    solved, least = _solve(_Model(problem, span=measure == "span", most=known * (1 + ROUNDING)), seconds)
+    most = min(problem.shorter_than(known), known * (1 - 5 * _SMALLEST_GAP))
+    solved, least = _solve(_Model(problem, span=measure == "span", most=most), seconds)
     best = [list(order) for order in orders] if solved is None else solved
     timeline = problem.simulate(best)
-    return Exact(best, timeline, MEASURES[measure](timeline), max(least, 0.0))
+    return Exact(best, timeline, MEASURES[measure](timeline), min(known, problem.rounded_up(max(least, 0.0))))
 
 
 def _solver() -> Any:
@@ -310,7 +311,7 @@ def _sum(a: Terms, b: Terms) -> Terms:
 
 
 def _solve(model: _Model, seconds: float) -> tuple[list[list[Action]] | None, float]:
-    """Return the best orders that the solver found in time, if any, and the time that none is below."""
+    """Return the best orders that the solver found in time, if any, and the time that none is below; inf: no orders."""
     highspy = _solver()
 
     class Silent(highspy.Highs):  # type: ignore[name-defined]
@@ -336,7 +337,10 @@ def _solve(model: _Model, seconds: float) -> tuple[list[list[Action]] | None, fl
         solver.addRow(low, high, len(terms), list(terms), list(terms.values()))
     solver.run()
     values = solver.getSolution().col_value
-    is_optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return None, math.inf
+    is_optimal = status == highspy.HighsModelStatus.kOptimal
     least = solver.getInfo().objective_function_value if is_optimal else solver.getInfo().mip_dual_bound
     if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return None, least

@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 
 from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.per_stage import PerStage, each
 from pipeline.schedules.simulate import simulate
 from pipeline.schedules.timeline import Timeline
 
-ROUNDING = 1e-9  # of a limit: sums of memory are compared with a little room
+ROUNDING = 1e-9  # relative: sums of memory are compared with a limit, and times with each other, with a little room
+_MOST_GRAINS = 1e6  # in a time, where sums of floats still tell them apart
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,26 @@ class Problem:
         for stage in range(self.num_stages):
             stages[self.rank_of(stage, self.num_ranks)].append(stage)
         return stages
+
+    @cached_property
+    def grain(self) -> float:
+        """The largest number of which all times, and so all starts and ends, are multiples; 18.5 and 9 have 0.5."""
+        times = (*self.forward, *self.backward_input, *self.backward_weight, *self.transfer)
+        parts = [Fraction(str(time)) for time in times]  # as they were written: the float of 0.1 is another number
+        denominator = math.lcm(*(part.denominator for part in parts))
+        return math.gcd(*(int(part * denominator) for part in parts)) / denominator
+
+    def rounded_up(self, time: float) -> float:
+        """Return the least multiple of the grain that is not below a time: what an order can take."""
+        if not time < _MOST_GRAINS * self.grain:
+            return time
+        return max(time, math.ceil(time / self.grain - 1 / _MOST_GRAINS) * self.grain)
+
+    def shorter_than(self, time: float) -> float:
+        """Return the longest time below another that an order can take, with a little room for rounding."""
+        if not time < _MOST_GRAINS * self.grain:
+            return time * (1 - ROUNDING)
+        return (self.rounded_up(time) - self.grain) * (1 + ROUNDING)
 
     def simulate(self, orders: Sequence[Sequence[Action]]) -> Timeline:
         """Run orders of these stages against the clock."""

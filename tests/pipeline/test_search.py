@@ -8,6 +8,7 @@ from all_orders import SMALL, random_problem, shortest_times
 from test_simulate import PUBLISHED
 
 from pipeline import BW, SCHEDULES, B, F, W, check_deadlock_free, lower, validate
+from pipeline.schedules.beam import beam
 from pipeline.schedules.bound import lower_bounds
 from pipeline.schedules.greedy import Rule, build
 from pipeline.schedules.problem import Problem
@@ -123,6 +124,35 @@ def test_memory_is_never_more_than_the_limit_and_less_memory_is_never_shorter():
     times = [search(a_v(4, 8, k), num_tries=20, seconds=60) for k in (2, 3, 4, 6, 8)]
     assert all(max(found.timeline.peak_microbatches) <= k for k, found in zip((2, 3, 4, 6, 8), times, strict=True))
     assert times[0].time > times[2].time > times[4].time
+
+
+@pytest.mark.parametrize(
+    ("times", "grain"),
+    [([1.0, 2.0], 1), ([18.5, 9.0], 0.5), ([18.522, 0.601], 0.001), ([1 / 3, 1 / 3], 1 / 3), ([0.1, 0.3], 0.1)],
+)
+def test_every_time_is_a_multiple_of_the_grain(times, grain):
+    problem = Problem.of(num_ranks=2, num_microbatches=3, rank_of=round_robin, num_stages=2, forward=times)
+    problem = replace(problem, backward_input=problem.forward, backward_weight=problem.forward)
+    assert problem.grain == pytest.approx(grain)
+    time = problem.simulate(SCHEDULES["1f1b"].orders(2, 3)).makespan
+    assert problem.rounded_up(time) == pytest.approx(time, rel=1e-12)
+    assert problem.rounded_up(time - grain / 3) == pytest.approx(time)
+    assert problem.shorter_than(time) == pytest.approx(time - grain)
+    assert problem.shorter_than(time + grain / 3) == pytest.approx(time)
+
+
+def test_times_without_a_grain_are_left_as_they_are():
+    problem = Problem.of(num_ranks=1, num_microbatches=1, rank_of=round_robin, num_stages=1, forward=2**0.5, latency=0)
+    assert problem.rounded_up(10.1) == 10.1
+    assert 10.1 - 1e-7 < problem.shorter_than(10.1) < 10.1
+
+
+def test_a_look_for_less_than_a_time_between_two_grains_finds_the_shorter_of_them():
+    problem = a_v(2, 2, 2)
+    shortest = search(problem, seconds=60).time
+    looked = beam(problem, span=False, width=10_000, below=shortest + 0.5)
+    assert problem.simulate(looked.orders).makespan == shortest
+    assert beam(problem, span=False, width=10_000, below=shortest)[:2] == (None, True)
 
 
 def test_the_report_says_what_is_proved():
