@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.kernels.compiling import c_function, inlined, is_single, overloading
+from minigrad.kernels.compiling import FUSED, c_function, inlined, is_single, overloading
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = np.int32(101), np.int32(111), np.int32(112)  # of the CBLAS interface
 # The first has integers of 64 bits: OpenBLAS in NumPy's wheels, elsewhere, Apple's. The last one's are C's `int`. They
@@ -61,7 +61,7 @@ def product(factor: Any, a: Any, b: Any, share: Any, c: Any) -> None:
     """
 
 
-@inlined
+@inlined(FUSED)
 def _layout(x: Any) -> Any:
     """Return how BLAS should take a matrix, and how many numbers lie between the begins of two rows, or columns."""
     if x.strides[1] == x.itemsize:

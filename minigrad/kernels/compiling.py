@@ -31,7 +31,8 @@ from numba.extending import overload
 from minigrad.backend import Array
 
 EXACT: set[str] = set()  # each operation rounded by itself, as NumPy does
-SUMS = {"reassoc", "contract"}  # sums in an order that vectors like, products and sums fused
+FUSED = {"contract"}  # products and sums fused
+SUMS = {"reassoc", "contract"}  # that, and sums in an order that vectors like
 
 
 def _take_whole_vectors() -> None:
@@ -111,7 +112,10 @@ def _turn(folder: str | None) -> Iterator[None]:
             os.close(lock)
 
 
-inlined: Any = numba.njit(fastmath={"contract"}, error_model="numpy")
+def inlined(flags: set[str]) -> Callable[[Callable[..., Any]], Any]:
+    """Let loops of other files call a function, as part of themselves; the flags are those of its own lines."""
+    decorate: Callable[[Callable[..., Any]], Any] = numba.njit(fastmath=flags, error_model="numpy")
+    return decorate
 
 
 def c_function(name: str, address: int, signature: str) -> Any:
@@ -137,7 +141,7 @@ def flattened(x: Array) -> Array:
 
 def overloading(stub: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function, given the types of its arguments, choose what stands for a call of `stub` inside a loop."""
-    inside: Any = {"fastmath": {"contract"}, "error_model": "numpy"}
+    inside: Any = {"fastmath": FUSED, "error_model": "numpy"}
     return overload(stub, jit_options=inside, strict=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array
-from minigrad.kernels.compiling import inlined, is_single, overloading
+from minigrad.kernels.compiling import FUSED, inlined, is_single, overloading
 from minigrad.kernels.erfc import ERFC_SINGLE
 
 
@@ -80,7 +80,7 @@ def _choose_normal_tail(x: Any, e: Any) -> Any:
     return _normal_tail_single if is_single(x) else _normal_tail_double
 
 
-@inlined
+@inlined(FUSED)
 def logistic(x: Any, one: Any) -> Any:
     """Return s = 1 / (1 + exp(-x)) and 1 - s."""
     e = exp(-abs(x))
@@ -93,7 +93,7 @@ _A = 2 * math.sqrt(2 / math.pi)
 _FLAT = 9.5  # from here on, on both sides, GELU is x or 0 to 1e-32
 
 
-@inlined
+@inlined(FUSED)
 def gelu_tanh(x: Any, constants: Any) -> Any:
     """Return the tanh form of the GELU and its derivative."""
     zero, one, flat, a, b, b3 = constants
@@ -106,7 +106,7 @@ def gelu_tanh(x: Any, constants: Any) -> Any:
     return v * s, s + inner * s * (s * e) * (a + b3 * x2)
 
 
-@inlined
+@inlined(FUSED)
 def gelu_constants(x: Any) -> Any:
     """Return the constants of the tanh form in the dtype of an array."""
     T = x.dtype.type
@@ -141,7 +141,7 @@ def _choose_as_float(bits: Any) -> Any:
     return lambda bits: np.int64(bits).view(np.float64)
 
 
-@inlined
+@inlined(FUSED)
 def row_max(bits: Any) -> Any:
     """Return the largest number of a row, given its bits; with a nan among them, a nan or the largest of the others.
 

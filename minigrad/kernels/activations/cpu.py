@@ -8,7 +8,7 @@ import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.activations.reference import GELU_FLAT
-from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous, flattened
+from minigrad.kernels.compiling import EXACT, FUSED, SUMS, compiled, contiguous, flattened
 from minigrad.kernels.products.reference import linear, product
 from minigrad.kernels.scalars import exp, gelu_constants, gelu_tanh, logistic, normal_tail
 
@@ -129,14 +129,14 @@ def silu(x: Array) -> tuple[Array, Array]:
     return y, d
 
 
-@compiled({"contract"})
+@compiled(FUSED)
 def _gelu_tanh(x: Array, y: Array, d: Array) -> None:
     constants = gelu_constants(x)
     for i in range(x.size):
         y[i], d[i] = gelu_tanh(x[i], constants)
 
 
-@compiled({"contract"})
+@compiled(FUSED)
 def _gelu_exact(x: Array, y: Array, d: Array) -> None:
     T = x.dtype.type
     half, one, flat, density = T(0.5), T(1), T(GELU_FLAT), T(1 / math.sqrt(2 * math.pi))
@@ -150,7 +150,7 @@ def _gelu_exact(x: Array, y: Array, d: Array) -> None:
         d[i] = p + inner * e * density
 
 
-@compiled({"contract"})
+@compiled(FUSED)
 def _add_bias_gelu(x: Array, b: Array, y: Array) -> None:
     constants, (m, n) = gelu_constants(x), x.shape
     for i in range(m):

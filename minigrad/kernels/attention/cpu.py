@@ -13,7 +13,7 @@ import numpy as np
 from minigrad.backend import Array
 from minigrad.kernels import blas
 from minigrad.kernels.common import KEPT_QUERIES, QUERIES
-from minigrad.kernels.compiling import SUMS, compiled, contiguous, inlined
+from minigrad.kernels.compiling import FUSED, SUMS, compiled, contiguous, inlined
 from minigrad.kernels.scalars import bits_of, exp, row_max
 
 __all__ = ["attention_dscores", "attention_weights"]
@@ -21,13 +21,13 @@ if blas.is_available:
     __all__ += ["causal_attention"]
 
 
-@inlined
+@inlined(SUMS)
 def _weigh(row: Array, bits: Array, end: int, scale: float) -> None:
     """Turn a row of scores into the softmax of scale times the first `end` of them, and zeros behind."""
     T = row.dtype.type
     n = row.size
     zero, one, hidden, factor = T(0), T(1), T(-np.inf), T(scale)
-    stop = min(n, (end + 15) // 16 * 16)  # whole vectors, also where the query sees less
+    stop = min(n, (end + 63) // 64 * 64)  # whole vectors, four at a time, also where the query sees less
     for j in range(end, stop):
         row[j] = hidden
     top, total = row_max(bits[:stop]), zero
@@ -72,7 +72,7 @@ def attention_weights(scores: Array, scale: float, first: int | None, mask: Arra
     return scores
 
 
-@inlined
+@inlined(SUMS)
 def _through_softmax(drow: Array, row: Array, scale: float) -> None:
     """Turn the gradient by a row of weights into that by the scores, in place."""
     dot, factor = drow.dtype.type(0), drow.dtype.type(scale)
@@ -95,7 +95,7 @@ def attention_dscores(dp: Array, p: Array, scale: float) -> Array:
     return dp
 
 
-@inlined
+@inlined(FUSED)
 def _turn(x: Array, y: Array) -> None:
     """Write x^T into y, sixteen rows at a time: a number that LLVM knows, and makes whole vectors of."""
     n, m = x.shape
@@ -108,88 +108,156 @@ def _turn(x: Array, y: Array) -> None:
             y[j, i] = x[i, j]
 
 
-@inlined
+@inlined(FUSED)
 def _part(x: Array, sample: int, number: int, width: int) -> Array:
     """Return a head's columns of one sample, (T, width)."""
     return x[sample, :, number * width : (number + 1) * width]
 
 
-@inlined
-def _weigh_block(q: Array, turned: Array, start: int, scale: float, p: Array, bits: Array) -> None:
-    """Write the weights of some queries, the first of which is number `start`, into p; `turned` are the keys."""
-    one, zero = q.dtype.type(1), q.dtype.type(0)
-    blas.product(one, q, turned[:, : p.shape[1]], zero, p)
-    for i in range(len(p)):
-        _weigh(p[i], bits[i], start + i + 1, scale)
+@inlined(FUSED)
+def _weigh_columns(s: Array, start: int, scale: float, top: Array, inverse: Array, known: bool) -> None:
+    """Turn scores into weights, in place: a row for each key, a column for each query, number `start` the first.
+
+    So 16 queries go side by side through a vector, whatever they see.
+
+    Args:
+        s: (stop, QUERIES).
+        top, inverse: of each query the largest score and one over the sum of exponentials; written unless `known`.
+    """
+    T = s.dtype.type
+    zero, one, hidden, factor = T(0), T(1), T(-np.inf), T(scale)
+    for j in range(start, len(s)):
+        for i in range(QUERIES):
+            s[j, i] = hidden if i < j - start else s[j, i]
+    if known:
+        for j in range(len(s)):
+            for i in range(QUERIES):
+                s[j, i] = exp((s[j, i] - top[i]) * factor) * inverse[i]
+        return
+    for i in range(QUERIES):
+        top[i], inverse[i] = hidden, zero
+    for j in range(len(s)):
+        for i in range(QUERIES):
+            top[i] = s[j, i] if s[j, i] > top[i] else top[i]
+    for i in range(QUERIES):
+        top[i] = zero if top[i] == hidden else top[i]
+    for j in range(len(s)):
+        for i in range(QUERIES):
+            e = exp((s[j, i] - top[i]) * factor)
+            s[j, i] = e
+            inverse[i] += e
+    for i in range(QUERIES):
+        inverse[i] = one if inverse[i] == zero else one / inverse[i]
+    for j in range(len(s)):
+        for i in range(QUERIES):
+            s[j, i] *= inverse[i]
 
 
-@compiled(SUMS)
-def _causal_attention(qkv: Array, num_heads: int, scale: float, p: Array, bits: Array, turned: Array, y: Array) -> None:
+@inlined(FUSED)
+def _through_columns(ds: Array, p: Array, scale: float, dot: Array) -> None:
+    """Turn the gradient by the weights into that by the scores, in place; `dot` is room for a number a query."""
+    T = ds.dtype.type
+    factor = T(scale)
+    for i in range(QUERIES):
+        dot[i] = T(0)
+    for j in range(len(ds)):
+        for i in range(QUERIES):
+            dot[i] += ds[j, i] * p[j, i]
+    for j in range(len(ds)):
+        for i in range(QUERIES):
+            ds[j, i] = (ds[j, i] - dot[i]) * p[j, i] * factor
+
+
+@compiled(FUSED)
+def _causal_attention(
+    qkv: Array,
+    num_heads: int,
+    scale: float,
+    p: Array,
+    keep: bool,
+    top: Array,
+    inverse: Array,
+    turned: Array,
+    y: Array,
+) -> None:
     batch, time, width3 = qkv.shape
-    d, keep = width3 // 3 // num_heads, p.shape[1] == time
+    d = width3 // 3 // num_heads
     one, zero = qkv.dtype.type(1), qkv.dtype.type(0)
     for sample in range(batch):
         for head in range(num_heads):
             q, out = _part(qkv, sample, head, d), _part(y, sample, head, d)
             k, v = _part(qkv, sample, num_heads + head, d), _part(qkv, sample, 2 * num_heads + head, d)
-            own = sample * num_heads + head if keep else 0
-            _turn(k, turned)
+            own = sample * num_heads + head
             for start in range(0, time, QUERIES):
-                stop, first = min(time, start + QUERIES), start if keep else 0
-                weights = p[own, first : first + stop - start, :stop]
-                _weigh_block(q[start:stop], turned, start, scale, weights, bits[own, first:])
-                blas.product(one, weights, v[:stop], zero, out[start:stop])
+                stop, block = min(time, start + QUERIES), start // QUERIES
+                weights = p[own, block, :stop] if keep else p[0, 0, :stop]
+                _turn(q[start:stop], turned)
+                blas.product(one, k[:stop], turned, zero, weights)
+                _weigh_columns(weights, start, scale, top[own, block], inverse[own, block], False)
+                blas.product(one, weights[:, : stop - start].T, v[:stop], zero, out[start:stop])
 
 
-@compiled(SUMS)
+@compiled(FUSED)
 def _causal_attention_back(
-    g: Array, qkv: Array, num_heads: int, scale: float, p: Array, bits: Array, turned: Array, dp: Array, dqkv: Array
+    g: Array,
+    qkv: Array,
+    num_heads: int,
+    scale: float,
+    p: Array,
+    keep: bool,
+    top: Array,
+    inverse: Array,
+    turned: Array,
+    ds: Array,
+    dot: Array,
+    dqkv: Array,
 ) -> None:
     batch, time, width3 = qkv.shape
-    d, keep = width3 // 3 // num_heads, p.shape[1] == time
+    d = width3 // 3 // num_heads
     one, zero = qkv.dtype.type(1), qkv.dtype.type(0)
     for sample in range(batch):
         for head in range(num_heads):
             q, dq, own_g = _part(qkv, sample, head, d), _part(dqkv, sample, head, d), _part(g, sample, head, d)
             k, dk = _part(qkv, sample, num_heads + head, d), _part(dqkv, sample, num_heads + head, d)
             v, dv = _part(qkv, sample, 2 * num_heads + head, d), _part(dqkv, sample, 2 * num_heads + head, d)
-            own = sample * num_heads + head if keep else 0
-            _turn(v, turned[0])
-            if not keep:
-                _turn(k, turned[1])
+            own = sample * num_heads + head
             for start in range((time - 1) // QUERIES * QUERIES, -1, -QUERIES):
-                stop, first = min(time, start + QUERIES), start if keep else 0
-                weights, dscores = p[own, first : first + stop - start, :stop], dp[: stop - start, :stop]
+                stop, block = min(time, start + QUERIES), start // QUERIES
+                weights, dscores = p[own, block, :stop] if keep else p[0, 0, :stop], ds[:stop]
+                queries, cotangent = q[start:stop], own_g[start:stop]
                 if not keep:
-                    _weigh_block(q[start:stop], turned[1], start, scale, weights, bits[own])
-                blas.product(one, own_g[start:stop], turned[0, :, :stop], zero, dscores)
-                for i in range(stop - start):
-                    _through_softmax(dscores[i], weights[i], scale)
+                    _turn(queries, turned)
+                    blas.product(one, k[:stop], turned, zero, weights)
+                    _weigh_columns(weights, start, scale, top[own, block], inverse[own, block], True)
+                _turn(cotangent, turned)
+                blas.product(one, v[:stop], turned, zero, dscores)
+                _through_columns(dscores, weights, scale, dot)
                 share = zero if stop == time else one  # the last block comes first, and reaches every key
-                blas.product(one, weights.T, own_g[start:stop], share, dv[:stop])
-                blas.product(one, dscores.T, q[start:stop], share, dk[:stop])
-                blas.product(one, dscores, k[:stop], zero, dq[start:stop])
+                blas.product(one, weights[:, : stop - start], cotangent, share, dv[:stop])
+                blas.product(one, dscores[:, : stop - start], queries, share, dk[:stop])
+                blas.product(one, dscores[:, : stop - start].T, k[:stop], zero, dq[start:stop])
 
 
 def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array], Array]]:
     qkv = contiguous(qkv)
     batch, time, width3 = qkv.shape
     width, dtype = width3 // 3, qkv.dtype
-    d = width // num_heads
+    d, num_blocks = width // num_heads, -(-time // QUERIES)
     keep, y = time <= KEPT_QUERIES, np.empty((batch, time, width), dtype)
 
     def room() -> Array:
-        """Return memory for weights: of all heads, by head, or of one block of queries."""
-        return np.empty((batch * num_heads, time, time) if keep else (1, QUERIES, time), dtype)
+        """Return memory for weights: of all heads, by head and block of queries, or of one block."""
+        return np.empty((batch * num_heads, num_blocks, time, QUERIES) if keep else (1, 1, time, QUERIES), dtype)
 
     p, scale = room(), float(d**-0.5)
-    _causal_attention(qkv, num_heads, scale, p, bits_of(p), np.empty((d, time), dtype), y)
+    top, inverse = np.empty((2, batch * num_heads, num_blocks, QUERIES), dtype)
+    _causal_attention(qkv, num_heads, scale, p, keep, top, inverse, np.zeros((d, QUERIES), dtype), y)
     kept = p if keep else None
 
     def vjp(g: Array) -> Array:
         p, dqkv = room() if kept is None else kept, np.empty_like(qkv)
-        turned, dp = np.empty((2, d, time), dtype), np.empty((QUERIES, time), dtype)
-        _causal_attention_back(contiguous(g), qkv, num_heads, scale, p, bits_of(p), turned, dp, dqkv)
+        turned, ds, dot = np.zeros((d, QUERIES), dtype), np.empty((time, QUERIES), dtype), np.empty(QUERIES, dtype)
+        _causal_attention_back(contiguous(g), qkv, num_heads, scale, p, keep, top, inverse, turned, ds, dot, dqkv)
         return dqkv
 
     return y, vjp
