@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distributed.comm.progress import Steps
+from distributed.comm.mpi.progress import Steps
 from distributed.comm.reduction import ReduceOp
 from distributed.comm.work import Array
 

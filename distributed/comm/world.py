@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.mpi_family import NEWCOMER, starting
+from distributed.comm.mpi.family import NEWCOMER, starting
 from distributed.comm.outcome import note_end
 from distributed.comm.settings import Settings
 from distributed.comm.solo import SoloCommunicator
@@ -67,7 +67,7 @@ def world(
         return SoloCommunicator()
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # this part of Open MPI complains where it finds no network card
     with starting():
-        from distributed.comm.mpi import mpi_world
+        from distributed.comm.mpi.communicator import mpi_world
 
     settings = Settings(
         synchronous_sends=synchronous_sends,
@@ -101,7 +101,7 @@ def exit_together(status: int) -> NoReturn:
     if launched_by_mpi():
         note_end(status)  # which a world that has healed could not tell its launcher
     if "mpi4py.MPI" in sys.modules:
-        from distributed.comm.mpi import finalize_at_exit
+        from distributed.comm.mpi.communicator import finalize_at_exit
 
         finalize_at_exit()
     sys.exit(status)

@@ -170,7 +170,7 @@ def checked(comm, **settings):
     """Make a communicator whose ranks compare their calls, so that the tests' own is not the one that fails."""
     from mpi4py import MPI
 
-    from distributed.comm.mpi import MPICommunicator
+    from distributed.comm.mpi.communicator import MPICommunicator
     from distributed.comm.settings import Settings
 
     return MPICommunicator(MPI.COMM_WORLD, Settings(check_collectives=True, timeout_seconds=30, **settings))

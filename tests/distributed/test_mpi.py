@@ -21,7 +21,7 @@ def make(comm, **settings):
     """Make a communicator of the same ranks with settings of its own."""
     from mpi4py import MPI
 
-    from distributed.comm.mpi import MPICommunicator
+    from distributed.comm.mpi.communicator import MPICommunicator
     from distributed.comm.settings import Settings
 
     return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
@@ -295,7 +295,7 @@ def test_a_progress_thread_is_over_before_mpi_ends(tmp_path):
 
 @under_mpirun
 def test_the_library_is_one_short_line(ranks, monkeypatch):
-    import distributed.comm.mpi as mpi
+    import distributed.comm.mpi.communicator as mpi
 
     monkeypatch.setattr(mpi.MPI, "Get_library_version", lambda: "MPICH Version:\t3.3.2\nMPICH ABI:\t13:8:1\n")
 
@@ -308,7 +308,7 @@ def test_the_library_is_one_short_line(ranks, monkeypatch):
 @under_mpirun
 @pytest.mark.parametrize(("library", "answer"), [({"MPIX_Query_cuda_support": lambda: 1}, True), ({}, False)])
 def test_gpu_support_is_what_the_library_says(ranks, monkeypatch, library, answer):
-    import distributed.comm.mpi_memory as mpi
+    import distributed.comm.mpi.memory as mpi
 
     monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
     mpi.is_cuda_aware.cache_clear()

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from distributed.comm.progress import Engine
+from distributed.comm.mpi.progress import Engine
 
 DONE = np.ones(1)
 

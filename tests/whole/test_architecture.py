@@ -75,7 +75,15 @@ RULES = {
     "minigrad.generate": Rule(EVERYTHING, "minigrad.generate.__main__ -> torch"),  # an application, see below
     # Ranks. Tensors and layers are known where parameters are, ops nowhere.
     "distributed.comm": Rule(
-        {"numpy", "mpi4py", "minigrad.backend", "minigrad.kernels"}, "distributed.comm.mpi -> minigrad.tensor"
+        {"numpy", "minigrad.backend", "minigrad.kernels", "distributed.comm.mpi"},
+        "distributed.comm.communicator -> minigrad.tensor",
+    ),
+    "distributed.comm.local": Rule(
+        {"numpy", "distributed.comm"}, "distributed.comm.local.job -> distributed.comm.mpi.progress"
+    ),
+    "distributed.comm.mpi": Rule(
+        {"numpy", "mpi4py", "minigrad.backend", "distributed.comm"},
+        "distributed.comm.mpi.progress -> distributed.comm.local.job",
     ),
     "distributed": Rule(
         {"numpy", "minigrad", "minigrad.nn", "distributed.comm", "distributed.data"},
@@ -102,7 +110,7 @@ RULES = {
     ),
     "distributed.data": Rule(
         {"numpy", "tokenizers", "minigrad.backend", "minigrad.extras", "minigrad.files"},
-        "distributed.data.batches -> distributed.comm.mpi",
+        "distributed.data.batches -> distributed.comm.world",
     ),
     "distributed.trace": Rule(RANKS | {"minigrad.hooks"}, "distributed.trace.recorder -> pipeline.schedules.action"),
     # Stages and micro-batches. Schedules are plain Python, at run time too.
@@ -124,7 +132,7 @@ RULES = {
 
 # Loading these is expensive or impossible on some machines, so each has one door.
 SOLE_IMPORTER = {
-    "mpi4py": "distributed.comm.mpi",
+    "mpi4py": "distributed.comm.mpi.communicator",
     "cupy": "minigrad.backend",
     "numba": "minigrad.kernels.compiling",
     "llvmlite": "minigrad.kernels.compiling",

@@ -169,7 +169,7 @@ def test_abort_says_rank_and_message(job):
 def test_an_abort_that_blocks_is_cut_off(job):
     source = """
         import threading
-        from distributed.comm.abort import JobEnd
+        from distributed.comm.mpi.abort import JobEnd
 
         JobEnd(3, lambda status: threading.Event().wait(), limit_seconds=0.1).on_uncaught_exception()
         raise ValueError("boom")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed.comm.shared_memory import SharedWindow
+from distributed.comm.mpi.shared_memory import SharedWindow
 
 
 def allocate_shared(mpi: Any, comm: Any, num_bytes: int) -> tuple[SharedWindow | None, str | None]:

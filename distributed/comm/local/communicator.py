@@ -21,7 +21,7 @@ import numpy as np
 from distributed.comm.calls import Call, join_call
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
 from distributed.comm.failure import Heal
-from distributed.comm.local_job import Ended, Family, Job, Killed
+from distributed.comm.local.job import Ended, Family, Job, Killed
 from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
 from distributed.comm.transfer import as_bytes, unpack
 from distributed.comm.work import Array, Work

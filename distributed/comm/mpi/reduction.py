@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from distributed.comm.progress import Request, Steps, until_done
+from distributed.comm.mpi.progress import Request, Steps, until_done
 from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
 from distributed.comm.work import Array
 from minigrad.backend import synchronize, widened, xp_of

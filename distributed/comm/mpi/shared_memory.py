@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.progress import Steps
+from distributed.comm.mpi.progress import Steps
 from distributed.comm.reduction import ReduceOp, combine, divide_mean, reduce_in_rank_order
 from distributed.comm.work import Array
 from minigrad.backend import widened

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Protocol, TypeAlias, cast
 
-from distributed.comm.roll_call import LOOK_SECONDS, RollCall
+from distributed.comm.mpi.roll_call import LOOK_SECONDS, RollCall
 from distributed.comm.sequence import MessageSteps
 from distributed.comm.wait_clock import WaitClock
 from distributed.comm.work import Array, Work

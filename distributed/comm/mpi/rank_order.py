@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distributed.comm.progress import Steps, until_done
+from distributed.comm.mpi.progress import Steps, until_done
 from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array

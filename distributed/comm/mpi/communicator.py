@@ -19,20 +19,17 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from mpi4py import MPI
 
-from distributed.comm.abort import JobEnd
 from distributed.comm.calls import Call, CallCheck, call_site, describe_array
 from distributed.comm.communicator import Communicator
 from distributed.comm.failure import Heal, RankFailure
-from distributed.comm.mpi_family import MPIFamily, check_ulfm, join
-from distributed.comm.mpi_memory import allocate_shared, is_cuda_aware
-from distributed.comm.mpi_reduction import MPIReduction
-from distributed.comm.progress import Engine, Operation, Steps, until_done, until_sequence_done
-from distributed.comm.rank_order import RankOrderReduction
-from distributed.comm.reduction import ReduceOp
-from distributed.comm.roll_call import RollCall
-from distributed.comm.sequence import MessageSteps
-from distributed.comm.settings import Settings
-from distributed.comm.shared_memory import (
+from distributed.comm.mpi.abort import JobEnd
+from distributed.comm.mpi.family import MPIFamily, check_ulfm, join
+from distributed.comm.mpi.memory import allocate_shared, is_cuda_aware
+from distributed.comm.mpi.progress import Engine, Operation, Steps, until_done, until_sequence_done
+from distributed.comm.mpi.rank_order import RankOrderReduction
+from distributed.comm.mpi.reduction import MPIReduction
+from distributed.comm.mpi.roll_call import RollCall
+from distributed.comm.mpi.shared_memory import (
     HEADER_BYTES,
     SharedBuffer,
     SharedWindow,
@@ -41,6 +38,9 @@ from distributed.comm.shared_memory import (
     map_shared_file,
     new_shared_file,
 )
+from distributed.comm.reduction import ReduceOp
+from distributed.comm.sequence import MessageSteps
+from distributed.comm.settings import Settings
 from distributed.comm.topology import short_name
 from distributed.comm.transfer import as_bytes, message_size_error
 from distributed.comm.work import Array, Work
