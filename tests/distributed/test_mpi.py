@@ -308,7 +308,7 @@ def test_the_library_is_one_short_line(ranks, monkeypatch):
 @under_mpirun
 @pytest.mark.parametrize(("library", "answer"), [({"MPIX_Query_cuda_support": lambda: 1}, True), ({}, False)])
 def test_gpu_support_is_what_the_library_says(ranks, monkeypatch, library, answer):
-    import distributed.comm.mpi.memory as mpi
+    import distributed.comm.mpi.cuda_aware as mpi
 
     monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
     mpi.is_cuda_aware.cache_clear()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_by_mpi
-from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow, lack_of_shared_files
+from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from distributed.comm.mpi.windows import lack_of_shared_files
 from minigrad.models import MLP
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
@@ -247,12 +248,12 @@ def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
 
 
 def test_shared_files_are_for_systems_that_keep_them_in_memory_and_writes_in_order(monkeypatch, tmp_path):
-    monkeypatch.setattr("distributed.comm.mpi.shared_memory._FOLDER", tmp_path)
+    monkeypatch.setattr("distributed.comm.mpi.windows._FOLDER", tmp_path)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert lack_of_shared_files() is None
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     assert "x86 processors, which keep writes in order, not for arm64" in str(lack_of_shared_files())
-    monkeypatch.setattr("distributed.comm.mpi.shared_memory._FOLDER", tmp_path / "shm")
+    monkeypatch.setattr("distributed.comm.mpi.windows._FOLDER", tmp_path / "shm")
     assert lack_of_shared_files() == f"this system has no {tmp_path / 'shm'}"
 
 

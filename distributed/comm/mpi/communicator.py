@@ -9,35 +9,27 @@ from __future__ import annotations
 
 import atexit
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import numpy as np
 from mpi4py import MPI
 
-from distributed.comm.calls import Call, CallCheck, call_site, describe_array
+from distributed.comm.calls import Call, call_site, describe_array
 from distributed.comm.communicator import Communicator
 from distributed.comm.failure import Heal, RankFailure
 from distributed.comm.mpi.abort import JobEnd
+from distributed.comm.mpi.call_check import CallCheck
+from distributed.comm.mpi.cuda_aware import is_cuda_aware
 from distributed.comm.mpi.family import MPIFamily, check_ulfm, join
-from distributed.comm.mpi.memory import allocate_shared, is_cuda_aware
 from distributed.comm.mpi.progress import Engine, Operation, Steps, until_done, until_sequence_done
 from distributed.comm.mpi.rank_order import RankOrderReduction
 from distributed.comm.mpi.reduction import MPIReduction
 from distributed.comm.mpi.roll_call import RollCall
-from distributed.comm.mpi.shared_memory import (
-    HEADER_BYTES,
-    SharedBuffer,
-    SharedWindow,
-    lack_of_shared_files,
-    lack_of_space,
-    map_shared_file,
-    new_shared_file,
-)
+from distributed.comm.mpi.shared_memory import SharedBuffer, SharedWindow
+from distributed.comm.mpi.windows import allocate_shared, share_file, shared_buffer
 from distributed.comm.reduction import ReduceOp
 from distributed.comm.sequence import MessageSteps
 from distributed.comm.settings import Settings
@@ -275,28 +267,17 @@ class MPICommunicator(Communicator):
     # Memory that ranks share.
 
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
-        """See `Communicator.buffer`: shared memory where every host has as many ranks as every other, and several."""
+        """See `Communicator.buffer`: shared memory where `shared_buffer` finds some."""
         num_bytes = num_elements * dtype.itemsize
         with self._guarded():
             host, between = self._split_by_host()
-        by_rank = self.gather_objects((host.size, lack_of_space(num_bytes * host.size)))
-        host_sizes = {size for size, _ in by_rank}
-        plain = super()._buffer(num_elements, dtype)
-        if host_sizes == {1} or not num_bytes or (between is not None and self._settings.deterministic):
-            return plain  # nothing to share, or no way to sum in rank order
-        obstacle = next((lack for _, lack in by_rank if lack), None)
-        if len(host_sizes) > 1:
-            obstacle = f"hosts have {' or '.join(map(str, sorted(host_sizes)))} ranks"
-        window = None
-        if obstacle is None:
-            window, failure = host.shared_window(HEADER_BYTES + num_bytes)
-            obstacle = next(filter(None, self.gather_objects(failure)), None)
-        if window is None or obstacle is not None:
-            if self.rank == 0:
-                warnings.warn(f"gradients are reduced through messages, not shared memory: {obstacle}", stacklevel=3)
-            return plain
-        self._shared.append(SharedBuffer(window, self.size, between))
-        return self._shared[-1].memory[:num_bytes].view(dtype)
+        shared = shared_buffer(
+            self, host, between, num_bytes, deterministic=self._settings.deterministic, allocate=host.shared_window
+        )
+        if shared is None:
+            return super()._buffer(num_elements, dtype)
+        self._shared.append(shared)
+        return shared.memory[:num_bytes].view(dtype)
 
     def _split_by_host(self) -> tuple[MPICommunicator, MPICommunicator | None]:
         """Return the ranks on this host, and those of this rank's place on every host, None for one. Collective."""
@@ -317,27 +298,12 @@ class MPICommunicator(Communicator):
         Returns:
             The window, or None and what is wrong.
         """
-        if self._family is not None:
-            return self._shared_file(num_bytes)
+        if self._family is not None:  # MPI's own windows are not made for deaths
+            return share_file(self, num_bytes)
         window, failure = allocate_shared(MPI, self._comm, num_bytes)
         if window is not None:
             self.barrier()
         return window, failure
-
-    def _shared_file(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
-        """Do what `shared_window` does without MPI, whose windows are not made for deaths. Collective."""
-        path, failure = None, None
-        if self.rank == 0:
-            failure = lack_of_shared_files()
-            path = new_shared_file(num_bytes * self.size) if failure is None else None
-        path, failure = self.broadcast_object((path, failure))
-        if path is None:
-            return None, failure
-        window = map_shared_file(path, self.rank, self.size, num_bytes)
-        self.barrier()
-        if self.rank == 0:
-            Path(path).unlink()  # it lives as long as somebody has it mapped
-        return window, None
 
     def _reads_gpu_memory(self, call: str) -> bool:
         return call in _GPU_CALLS and not self._in_rank_order and is_cuda_aware()

@@ -14,13 +14,8 @@ This file knows no MPI: it is given the memory.
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -32,7 +27,6 @@ from minigrad.backend import widened
 
 HEADER_BYTES = 64  # a cache line of its own for each rank's counters
 _ARRIVED, _DONE = 0, 1  # their places in it
-_FOLDER = Path("/dev/shm")  # where MPI libraries on Linux put the windows that ranks share
 
 
 @dataclass(frozen=True)
@@ -140,45 +134,6 @@ class SharedBuffer:
         there = all(counters[counter] >= number for counters in self._counters)
         self._window.fence()
         return there
-
-
-def lack_of_space(num_bytes: int) -> str | None:
-    """Say what is missing, where a window is too large.
-
-    MPI might fail on one rank, and the others would wait.
-    """
-    if not _FOLDER.exists():
-        return None
-    free = shutil.disk_usage(_FOLDER).free
-    if num_bytes <= free:
-        return None
-    return f"{_FOLDER} has {free >> 20} MiB free, and {(num_bytes >> 20) + 1} MiB are needed"
-
-
-def lack_of_shared_files() -> str | None:
-    """Say what is missing for `map_shared_file` on this machine, such as a Mac."""
-    if not _FOLDER.exists():
-        return f"this system has no {_FOLDER}"
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"shared files are for x86 processors, which keep writes in order, not for {platform.machine()}"
-    return None
-
-
-def new_shared_file(num_bytes: int) -> str:
-    """Make a file of so many bytes, zeros, in memory; return its path."""
-    descriptor, path = tempfile.mkstemp(prefix="minigrad-", dir=_FOLDER)
-    os.truncate(descriptor, num_bytes)
-    os.close(descriptor)
-    return path
-
-
-def map_shared_file(path: str, rank: int, num_ranks: int, num_bytes: int) -> SharedWindow:
-    """Return a part of a shared file for each rank.
-
-    For processors that make writes visible in their order (x86).
-    """
-    whole = np.memmap(path, np.uint8, "r+", shape=(num_ranks, num_bytes))
-    return SharedWindow(rank, [np.asarray(part) for part in whole], lambda: None)
 
 
 def _address(array: Array) -> int:
