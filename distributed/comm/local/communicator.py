@@ -1,112 +1,22 @@
-"""Ranks as threads of one process: the whole of `Communicator` without MPI, for tests and notebooks.
-
-`LocalWorld(4).run(program)` calls `program(comm)` on four threads. It is stricter than MPI where that finds mistakes:
-collectives that do not match are named, a wait that lasts too long says what every rank waits for, results land in an
-array only at wait() or test(), and with `synchronous_sends=True` no send completes before its receive is posted. It is
-no way to go faster: one lock guards everything.
-"""
+"""One thread's end of a LocalWorld's communicator, and what its ranks share: collectives and messages under way."""
 
 from __future__ import annotations
 
-import contextvars
 import itertools
 import pickle
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from distributed.comm.calls import Call, join_call
-from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
+from distributed.comm.communicator import PORTABLE_MAX_TAG, Communicator
 from distributed.comm.failure import Heal
-from distributed.comm.local.job import Ended, Family, Job, Killed
+from distributed.comm.local.job import Family, Job
 from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
 from distributed.comm.transfer import as_bytes, unpack
 from distributed.comm.work import Array, Work
-
-
-class LocalWorld:
-    """A world of `size` ranks, each a thread of this process.
-
-    Args:
-        size: number of ranks.
-        synchronous_sends: a send completes only once its receive is posted, like MPI's Ssend; else at once.
-        timeout_seconds: longest single wait before TimeoutError tells what each rank waits for.
-        max_message_elements: see `Communicator`.
-        survive: a rank that raises `Killed` is dead to the others, who go on: see `failure.py`.
-        deaths: rank -> the number of its call of a communicator, from 0, in which it dies; for tests.
-    Raises:
-        ValueError: size < 1.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        synchronous_sends: bool = False,
-        timeout_seconds: float = 60.0,
-        max_message_elements: int = MAX_MESSAGE_ELEMENTS,
-        survive: bool = False,
-        deaths: Mapping[int, int] | None = None,
-    ) -> None:
-        if size < 1:
-            raise ValueError(f"a LocalWorld needs at least 1 rank, got {size}")
-        self.size = size
-        self.synchronous_sends = synchronous_sends
-        self.timeout_seconds = timeout_seconds
-        self.max_message_elements = max_message_elements
-        self.survive = survive
-        self.deaths = dict(deaths or {})
-
-    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call program(comm, *args) on every rank and return the results by rank.
-
-        Each rank starts in its own copy of the caller's context variables.
-
-        Raises:
-            BaseException: what any rank raised first, with a note of the rank; ranks that wait for others end silently.
-        """
-        results: list[Any] = [None] * self.size
-        caller = contextvars.copy_context()
-
-        def start(rank: int, family: Family, is_newcomer: bool = True) -> None:
-            context, space = caller.copy(), _world_of(job, family)
-            comm = LocalCommunicator(
-                space,
-                space.members.index(rank),
-                max_message_elements=self.max_message_elements,
-                is_newcomer=is_newcomer,
-            )
-            thread = threading.Thread(target=context.run, args=(run_rank, comm, rank), name=f"rank {rank}", daemon=True)
-            thread.start()
-
-        def run_rank(comm: LocalCommunicator, rank: int) -> None:
-            try:
-                results[rank] = program(comm, *args)
-            except Ended:
-                pass
-            except Killed as error:
-                if not self.survive:
-                    job.fail(error)
-                job.die(rank)
-                return  # a newcomer may be in its place already
-            except BaseException as error:
-                error.add_note(f"[rank {rank}]")
-                job.fail(error)
-            job.end(rank)
-
-        job = Job(self.size, self.synchronous_sends, self.timeout_seconds, start, self.deaths)
-        family = Family(job, range(self.size))
-        try:
-            for rank in range(self.size):
-                start(rank, family, is_newcomer=False)
-            job.join()
-        except BaseException as error:  # Ctrl-C too takes the ranks down
-            job.fail(error)
-            raise
-        return results
 
 
 class _Collective:
@@ -145,15 +55,6 @@ class _Space:
         self.label = "" if len(members) == job.size else f" among ranks {list(members)}"
 
 
-def _world_of(job: Job, family: Family) -> _Space:
-    """Return what the ranks of a family's world share."""
-    with job.changed:
-        if family.shared is None:
-            family.shared = _Space(job, family, family.members)
-        space: _Space = family.shared
-        return space
-
-
 class _LocalWork(Work):
     def __init__(
         self, space: _Space, rank: int, what: Callable[[], str], done: Callable[[], bool], land: Callable[[], Any]
@@ -184,7 +85,7 @@ class _LocalWork(Work):
 
 
 class LocalCommunicator(Communicator):
-    """One thread's end of a communicator; made by LocalWorld.run and by split.
+    """One thread's end of a communicator; made by LocalWorld.run, by split and by heal.
 
     Reductions combine in rank order and read the arrays when the last rank has joined, not before: whoever writes
     into an array in flight sees a wrong sum.
@@ -199,6 +100,22 @@ class LocalCommunicator(Communicator):
         self._num_collectives = itertools.count()
         self._num_sent: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
         self._num_posted: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
+
+    @classmethod
+    def of_world(
+        cls, job: Job, family: Family, rank: int, *, max_message_elements: int, is_newcomer: bool = False
+    ) -> LocalCommunicator:
+        """Return a rank's end of the communicator of all ranks of a family.
+
+        Args:
+            rank: of the first world.
+            is_newcomer: whether it takes the place of a rank that died.
+        """
+        with job.changed:
+            if family.shared is None:
+                family.shared = _Space(job, family, family.members)
+            space: _Space = family.shared
+        return cls(space, space.members.index(rank), max_message_elements=max_message_elements, is_newcomer=is_newcomer)
 
     @property
     def library(self) -> str:
@@ -232,8 +149,8 @@ class LocalCommunicator(Communicator):
     def heal(self, how: Heal) -> Communicator:
         rank = self._space.members[self.rank]
         self._job.count_call(rank)
-        space = _world_of(self._job, self._space.family.heal(how, rank))
-        return LocalCommunicator(space, space.members.index(rank), max_message_elements=self.max_message_elements)
+        family = self._space.family.heal(how, rank)
+        return LocalCommunicator.of_world(self._job, family, rank, max_message_elements=self.max_message_elements)
 
     def abort(self, message: str) -> NoReturn:
         error = SystemExit(f"[rank {self._space.members[self.rank]}] {message}")
