@@ -25,7 +25,7 @@ from minigrad import backward_with_hooks, check_vjp, cross_entropy, op
 from minigrad.backend import Array, xp_of
 from minigrad.nn import Linear, ParamGetter, Sequential
 from minigrad.optim import AdamW, Optimizer
-from minigrad.tape import Vjp
+from minigrad.vjps import Vjp
 
 
 @op

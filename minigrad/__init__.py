@@ -28,9 +28,10 @@ from minigrad.ops import __all__ as _op_names
 from minigrad.parameter import Hold, Parameter
 from minigrad.profiler import Profile, profile
 from minigrad.recomputation import recompute
-from minigrad.tape import Joint, op
+from minigrad.tape import op
 from minigrad.tape_listing import Tape
 from minigrad.tensor import Tensor
+from minigrad.vjps import Joint
 
 if not TYPE_CHECKING:  # a type checker knows what is there
     __getattr__ = _habits.missing_name(__name__)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,3 +43,55 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
         "arrays must be of booleans, integers, or real numbers (float16, bfloat16, float32, float64), "
         f"got dtype {given.name}"
     )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the arguments of an op stand: arrays first, then options.
+
+    Attributes:
+        name: of the op, for errors.
+        num_arrays: how many arrays there can be.
+        positional: options that may be given by position after them.
+        options: everything that may be given by keyword; None: anything.
+    """
+
+    name: str
+    num_arrays: int
+    positional: tuple[str, ...]
+    options: Collection[str] | None
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Places:
+        """Read them off the signature of an op's function."""
+        parameters = inspect.signature(function).parameters.values()
+        names = {kind: tuple(p.name for p in parameters if p.kind is kind) for kind in {p.kind for p in parameters}}
+        arrays = names.get(inspect.Parameter.POSITIONAL_ONLY, ())
+        positional = names.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, ()) if arrays else ()
+        options = positional + names.get(inspect.Parameter.KEYWORD_ONLY, ())
+        return Places(
+            function.__name__,
+            len(arrays) or sys.maxsize,  # without a `/` everything positional is an array, of any number
+            positional,
+            None if inspect.Parameter.VAR_KEYWORD in names else options,
+        )
+
+    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Tell the arrays from options that were given by position.
+
+        Args:
+            args: of one call, in their order; longer than num_arrays.
+            kwargs: the options that were given by keyword.
+        Returns:
+            The arrays, and all options by name.
+        Raises:
+            TypeError: there are too many, or one is given twice.
+        """
+        given = args[self.num_arrays :]
+        by_position = dict(zip(self.positional, given, strict=False))
+        if len(given) > len(self.positional) or by_position.keys() & kwargs.keys():
+            raise TypeError(
+                f"{self.name}() takes {self.num_arrays} array{'s' * (self.num_arrays > 1)}, then by position or by "
+                f"keyword {', '.join(self.positional)}, got {len(args)} positional arguments and {list(kwargs)}"
+            )
+        return args[: self.num_arrays], by_position | kwargs

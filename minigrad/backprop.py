@@ -17,9 +17,10 @@ from minigrad.habits import own_options
 from minigrad.halves import DeferredGrads, side_by_side
 from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
-from minigrad.tape import Node, collect, constant, leaf_uses, node_order, parameter_uses
+from minigrad.tape import Node, collect, leaf_uses, node_order, parameter_uses
 from minigrad.tensor import Tensor
 from minigrad.versions import Version
+from minigrad.vjps import constant
 from minigrad.walk import walk
 
 Output = Tensor | Sequence[Tensor]

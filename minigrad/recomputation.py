@@ -18,9 +18,10 @@ from typing import Any
 from minigrad import rng
 from minigrad.mode import replaying
 from minigrad.parameter import Parameter
-from minigrad.tape import Node, Replay, collect
+from minigrad.tape import Node, collect
 from minigrad.tensor import Tensor, made_by
 from minigrad.versions import tick
+from minigrad.vjps import Replay
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -16,24 +16,21 @@ this input's contribution. Nothing points forward, so dropping the loss frees ev
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from minigrad.arguments import as_array
+from minigrad.arguments import Places, as_array
 from minigrad.backend import Array, xp_of
 from minigrad.habits import check_options
 from minigrad.mode import Seen, current_mode
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor, made_by
 from minigrad.versions import Version, tick
+from minigrad.vjps import Joint, Replay, Vjp
 
-Vjp = Callable[[Array], Array]
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
 
 _node_number = operator.attrgetter("number")
@@ -92,134 +89,6 @@ class Node:
         self.versions = versions
 
 
-class Joint:
-    """One vjp for all inputs of an op, where the work is shared: cotangent -> a gradient per array argument.
-
-    Args:
-        vjp: `g -> (grad, ...)`, one for each positional argument of the op.
-    """
-
-    __slots__ = ("positions", "vjp")
-
-    def __init__(self, vjp: Callable[[Array], Sequence[Array | None]]) -> None:
-        self.vjp = vjp
-        self.positions: tuple[int, ...] = ()  # of the arguments that need a gradient; @op fills it in
-
-    def __call__(self, g: Array) -> list[Array]:
-        grads = self.vjp(g)
-        return [grads[i] for i in self.positions]  # type: ignore[misc]
-
-
-def constant(c: Array) -> Vjp:
-    """Return the vjp of an edge whose contribution is there already."""
-    return lambda _: c
-
-
-class AddingVjp:
-    """The vjp of an input: it can also add its contribution, in the same pass, to what other uses have given.
-
-    So the gradient of what passes a norm by is not read and written once more.
-
-    Args:
-        onto: (g, have): return the contribution, plus `have` where that is not None; a new array.
-    """
-
-    __slots__ = ("onto",)
-
-    def __init__(self, onto: Callable[[Array, Array | None], Array]) -> None:
-        self.onto = onto
-
-    def __call__(self, g: Array) -> Array:
-        return self.onto(g, None)
-
-    def adding_to(self, have: Array) -> Vjp:
-        """Return the vjp whose result is the sum of its contribution and `have`."""
-        return lambda g: self.onto(g, have)
-
-
-class WeightVjp:
-    """The vjp of a weight: it can also write straight into the gradient's memory, in the gradient's own dtype.
-
-    So no gradient is copied, and where weights are of half precision theirs are summed up in float32.
-
-    Args:
-        weight: of the op's arguments the one that this is for; only shape and dtype are kept.
-        write: (g, out, add): write the contribution into `out`, or add it to what is there.
-    """
-
-    __slots__ = ("dtype", "shape", "write")
-
-    def __init__(self, weight: Array, write: Callable[[Array, Array, bool], None]) -> None:
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        self.write = write
-
-    def __call__(self, g: Array) -> Array:
-        out: Array = xp_of(g).empty(self.shape, self.dtype)
-        self.write(g, out, False)
-        return out
-
-
-class Replay:
-    """In place of vjps: run the forward again, and walk the tape that it records. See `recomputation.py`.
-
-    Args:
-        run: () -> the output, recorded, and the number of the first node that may be its own.
-        keeps: arrays that the forward will read again.
-    """
-
-    __slots__ = ("keeps", "run")
-
-    def __init__(self, run: Callable[[], tuple[Tensor, int]], keeps: Sequence[Array]) -> None:
-        self.run = run
-        self.keeps = tuple(keeps)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the arguments of an op stand.
-
-    Attributes:
-        num_arrays: how many arrays there can be.
-        positional: options that may be given by position after them.
-        options: everything that may be given by keyword; None: anything.
-    """
-
-    name: str
-    num_arrays: int
-    positional: tuple[str, ...]
-    options: Collection[str] | None
-
-    @staticmethod
-    def of(function: Callable[..., Any]) -> _Places:
-        parameters = inspect.signature(function).parameters.values()
-        names = {kind: tuple(p.name for p in parameters if p.kind is kind) for kind in {p.kind for p in parameters}}
-        arrays = names.get(inspect.Parameter.POSITIONAL_ONLY, ())
-        positional = names.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, ()) if arrays else ()
-        options = positional + names.get(inspect.Parameter.KEYWORD_ONLY, ())
-        return _Places(
-            function.__name__,
-            len(arrays) or sys.maxsize,  # without a `/` everything positional is an array, of any number
-            positional,
-            None if inspect.Parameter.VAR_KEYWORD in names else options,
-        )
-
-    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arrays, and the options with those that were given by position.
-
-        Raises:
-            TypeError: there are too many, or one is given twice.
-        """
-        given = args[self.num_arrays :]
-        by_position = dict(zip(self.positional, given, strict=False))
-        if len(given) > len(self.positional) or by_position.keys() & kwargs.keys():
-            raise TypeError(
-                f"{self.name}() takes {self.num_arrays} array{'s' * (self.num_arrays > 1)}, then by position or by "
-                f"keyword {', '.join(self.positional)}, got {len(args)} positional arguments and {list(kwargs)}"
-            )
-        return args[: self.num_arrays], by_position | kwargs
-
-
 def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
     """Turn a function on arrays into an op on tensors.
 
@@ -233,7 +102,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
         The op: takes Tensors, arrays and Python numbers; returns a Tensor, recorded if an input needs a gradient.
     """
     name = function.__name__
-    places = _Places.of(function)
+    places = Places.of(function)
     num_arrays, options = places.num_arrays, places.options
 
     @functools.wraps(function)
@@ -336,23 +205,3 @@ def leaf_uses(nodes: Sequence[Node]) -> dict[Tensor, int]:
 def parameter_uses(leaves: dict[Tensor, int]) -> dict[Parameter, int]:
     """Return those of the leaves that are parameters."""
     return {leaf: uses for leaf, uses in leaves.items() if isinstance(leaf, Parameter)}
-
-
-def kept_arrays(held: Any) -> Iterator[Array]:
-    """Yield the arrays that a vjp (or a container of vjps) keeps alive through closures."""
-    if isinstance(held, (tuple, list)):
-        for item in held:
-            yield from kept_arrays(item)
-    elif isinstance(held, Joint):
-        yield from kept_arrays(held.vjp)
-    elif isinstance(held, WeightVjp):
-        yield from kept_arrays(held.write)
-    elif isinstance(held, AddingVjp):
-        yield from kept_arrays(held.onto)
-    elif isinstance(held, Replay):
-        yield from held.keeps
-    elif hasattr(held, "__closure__"):
-        for cell in held.__closure__ or ():
-            yield from kept_arrays(cell.cell_contents)
-    elif hasattr(held, "__array_interface__") or hasattr(held, "__cuda_array_interface__"):
-        yield held

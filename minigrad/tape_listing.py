@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from minigrad.tape import collect, kept_arrays
+from minigrad.tape import collect
 from minigrad.tensor import Tensor
+from minigrad.vjps import kept_arrays
 
 
 @dataclass(frozen=True)

@@ -19,22 +19,10 @@ from minigrad.kernels import kernels_of
 from minigrad.mode import OpHook, current_mode, enable_grad
 from minigrad.op_hooks import progressing
 from minigrad.parameter import Parameter
-from minigrad.tape import (
-    ALREADY_WALKED,
-    AddingVjp,
-    Edge,
-    Node,
-    Replay,
-    WeightVjp,
-    collect,
-    constant,
-    kept_arrays,
-    leaf_uses,
-    node_order,
-    parameter_uses,
-)
+from minigrad.tape import ALREADY_WALKED, Edge, Node, collect, leaf_uses, node_order, parameter_uses
 from minigrad.tensor import Tensor
 from minigrad.versions import Version
+from minigrad.vjps import AddingVjp, Replay, WeightVjp, constant, kept_arrays
 
 
 def walk(

@@ -30,7 +30,7 @@ import numpy as np
 import minigrad as mg
 from minigrad.models import GPT, GPTConfig
 from minigrad.op_hooks import progressing
-from minigrad.tape import kept_arrays
+from minigrad.vjps import kept_arrays
 
 BLUE, GREEN, ORANGE, GREY = "#6aaee8", "#4fb98a", "#efb551", "#d9dfe5"
 plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp
 
 
 @op

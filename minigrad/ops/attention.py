@@ -15,7 +15,8 @@ import numpy as np
 
 from minigrad.backend import Array, widened, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.tape import Joint, Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Joint, Vjp
 
 Backward = Callable[[Array, Array, Array, Array], None]  # backward(g, dq, dk, dv) writes into all but g
 

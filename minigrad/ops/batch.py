@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from minigrad.backend import Array, widened, xp_of
 from minigrad.ops.operands import put
-from minigrad.tape import Vjp, WeightVjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp, WeightVjp
 
 Gather = Callable[[Array], Array]  # (n,) -> (num_parts, n): that of each part of the batch, alike for all of them
 

@@ -9,7 +9,8 @@ import numpy as np
 from minigrad.arguments import as_int
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import half_in_float32
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp
 
 Pair = tuple[int, int]
 

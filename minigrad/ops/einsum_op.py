@@ -6,7 +6,8 @@ from typing import Any
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import fit_one, half_in_float32, in_floating_dtype
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp
 
 
 @op

@@ -13,7 +13,8 @@ import numpy as np
 from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import broadcasting, fit, half_in_float32, pair, select
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp
 
 
 def _pass_on(g: Array) -> Array:

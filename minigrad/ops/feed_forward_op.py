@@ -8,7 +8,8 @@ from typing import Any
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit_one, in_floating_dtype
-from minigrad.tape import Vjp, WeightVjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp, WeightVjp
 
 
 @op

@@ -12,8 +12,9 @@ from minigrad.arguments import as_int
 from minigrad.backend import Array, is_half, scatter_add_rows, xp_of
 from minigrad.habits import own_options
 from minigrad.ops.operands import axes_of
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
 from minigrad.tensor import Tensor
+from minigrad.vjps import Vjp
 
 
 @op

@@ -7,7 +7,8 @@ import math
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit, fit_one, in_floating_dtype, product, unbroadcast
-from minigrad.tape import Vjp, WeightVjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp, WeightVjp
 
 
 @op

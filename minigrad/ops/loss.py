@@ -9,7 +9,8 @@ import numpy as np
 
 from minigrad.backend import Array, widened, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp
 
 
 @op

@@ -7,7 +7,8 @@ import math
 from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit, in_floating_dtype, put
-from minigrad.tape import AddingVjp, Vjp, WeightVjp, op
+from minigrad.tape import op
+from minigrad.vjps import AddingVjp, Vjp, WeightVjp
 
 NORM_EPS = 1e-5
 

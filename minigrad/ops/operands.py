@@ -16,7 +16,7 @@ import numpy as np
 from minigrad.arguments import as_int
 from minigrad.backend import Array, is_half, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.tape import Vjp
+from minigrad.vjps import Vjp
 
 Axis = int | tuple[int, ...] | None
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import Axis, add_up, axes_of, half_in_float32, select
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp
 
 
 class _Reduced:

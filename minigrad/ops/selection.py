@@ -8,7 +8,8 @@ import numpy as np
 
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import check_broadcast, fit, half_in_float32, pair, select
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
+from minigrad.vjps import Vjp
 
 _BOOLEAN = np.dtype(bool)
 

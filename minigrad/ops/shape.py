@@ -11,8 +11,9 @@ from minigrad.arguments import as_array, as_int
 from minigrad.backend import Array, xp_of
 from minigrad.habits import check_options
 from minigrad.ops.operands import axes_of, in_floating_dtype, unbroadcast
-from minigrad.tape import Vjp, op
+from minigrad.tape import op
 from minigrad.tensor import Tensor
+from minigrad.vjps import Vjp
 
 
 @op

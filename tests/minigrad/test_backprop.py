@@ -15,7 +15,8 @@ import pytest
 
 import minigrad as mg
 from minigrad.backend import Array
-from minigrad.tape import Node, Vjp, collect
+from minigrad.tape import Node, collect
+from minigrad.vjps import Vjp
 
 Log = list[tuple[str, Any]]
 

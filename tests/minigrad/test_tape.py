@@ -14,7 +14,8 @@ import pytest
 
 import minigrad as mg
 from minigrad.backend import Array
-from minigrad.tape import collect, kept_arrays
+from minigrad.tape import collect
+from minigrad.vjps import kept_arrays
 
 
 def leaf(*shape: int, dtype: Any = np.float64) -> mg.Tensor:
