@@ -2,7 +2,7 @@
 
 A tensor is saved once, under its own name, by one of the ranks that hold it, or in slices, where each rank holds only
 one (ZeRO). Which rank that was makes no difference to who loads it: a checkpoint has no layout, so every layout loads
-it. `files.py` says what lies on the disk.
+it. `contents.py` says what of it each rank has, `files.py` what lies on the disk.
 
     checkpoints = Checkpointer("run/checkpoints", comm, model, optimizer)
     loaded = checkpoints.load()                       # None at first
@@ -19,7 +19,6 @@ import os
 import secrets
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distributed.agreement import first_failure, of_rank_0
+from distributed.checkpoint.contents import Contents, same_memories, weights
 from distributed.checkpoint.files import (
-    DTYPES,
     POLL_SECONDS,
     SEEN_SECONDS,
     UNFINISHED,
@@ -41,20 +40,12 @@ from distributed.checkpoint.files import (
     read_manifest,
     read_tensors,
 )
-from distributed.checkpoint.plan import Held, Stored, divide, show
+from distributed.checkpoint.plan import Stored, divide
 from distributed.comm.communicator import Array, Communicator
-from distributed.protocols import HasMemories, HasTensors
-from minigrad.backend import place, to_host, xp_of
-from minigrad.flat import TensorSlice
-from minigrad.nn import Buffer
+from distributed.protocols import HasTensors
 from minigrad.optim import Optimizer
-from minigrad.parameter import Parameter
 
 T = TypeVar("T")
-
-OPTIMIZER = "optimizer/"  # before the names of its state
-_SHOWN_FAULTS = 5
-_MEMORY = "memory/"  # how the names of what belongs to a layout begin
 
 
 @dataclass(frozen=True)
@@ -111,9 +102,7 @@ class Checkpointer:
         self._comm = comm.duplicate()
         self._keep_last = keep_last
         self._optimizer = optimizer
-        self._tensors: list[Parameter | Buffer] = [*dict.fromkeys(model.parameters()), *dict.fromkeys(model.buffers())]
-        self._model = model
-        self._memories = {f"{_MEMORY}{b.name}": b for b in (model.memories() if isinstance(model, HasMemories) else ())}
+        self._contents = Contents(model, optimizer)
         self._plan = self._agree()
         self._copies: dict[str, Array] = {}  # what this rank saves, as it is called in its file
         self._saved_here: dict[str, str] = {}  # the tensor's name -> that
@@ -161,25 +150,14 @@ class Checkpointer:
             if found:
                 raise RuntimeError(f"{self.folder} holds {found[0].name} already: call load() first, or save elsewhere")
             self._knows_folder = True
-        self._copy()
-        wrong = not_finite(_weights(self._copies))
+        self._contents.copy(self._saved_here, self._copies)
+        wrong = not_finite(weights(self._copies))
         failure = first_failure(self._comm, wrong and f"{wrong} is not finite, so step {step} is not saved")
         if failure is not None:
             raise CheckpointError(failure)
         save = self._of_rank_0(lambda: secrets.token_hex(8))
         manifest = Manifest(int(step), num_updates, save, self._plan, said)
         self._saving = Saving(self.folder, self._comm.rank, self._copies, manifest, keep_last=self._keep_last)
-
-    def _copy(self) -> None:
-        """Copy what this rank saves."""
-        packs = self._model if isinstance(self._model, HasMemories) else None
-        if packs is not None:
-            packs.pack()
-        held = self._held()
-        for name, key in self._saved_here.items():
-            self._copies[key][...] = to_host(held[name].array)
-        if packs is not None:
-            packs.unpack()
 
     def wait(self) -> None:
         """Block until the last save is complete. Collective; call it before the run ends.
@@ -235,60 +213,24 @@ class Checkpointer:
                 refused.append(f"{candidate}: {error}")
                 continue
             assert manifest is not None
-            self._fill(manifest, values)
+            has_memories = same_memories(manifest.tensors, self._plan)
+            self._contents.fill(values, manifest.num_updates, memories=has_memories)
             self._knows_folder |= candidate.resolve().parent == self.folder.resolve()
-            forgets = not self._has_memories(manifest)
-            return Checkpoint(manifest.step, manifest.state, candidate, tuple(refused), forgets)
+            return Checkpoint(manifest.step, manifest.state, candidate, tuple(refused), forgets=not has_memories)
         if refused:
             head = f"no checkpoint in {self.folder} can be loaded:\n" if path is None else ""
             raise CheckpointError(head + "\n".join(refused))
         return None
 
-    def _held(self) -> dict[str, TensorSlice]:
-        """Return all that this rank has to save, by the name that it has in a checkpoint."""
-        optimizer = self._optimizer
-        masters = dict(optimizer.master_slices()) if optimizer is not None else {}
-        held = {}
-        for tensor in self._tensors:
-            if isinstance(tensor, Buffer) or optimizer is None or not optimizer.has_master(tensor):
-                held[_name(tensor)] = TensorSlice.whole(tensor.data)
-            elif tensor in masters:
-                held[_name(tensor)] = masters[tensor]
-        held |= {name: TensorSlice.whole(memory.data) for name, memory in self._memories.items()}
-        return held | self._state()
-
-    def _state(self) -> dict[str, TensorSlice]:
-        """Return likewise what there is here of the optimizer's state."""
-        slices = self._optimizer.state_slices() if self._optimizer is not None else ()
-        return {OPTIMIZER + name: part for name, part in slices}
-
     def _agree(self) -> dict[str, Stored]:
         """Agree on what there is and on who saves it."""
-        failure = first_failure(self._comm, self._fault())
+        fault = self._contents.fault()
+        if self._keep_last < 1:
+            fault = f"keep_last must be at least 1, got {self._keep_last}"
+        failure = first_failure(self._comm, fault)
         if failure is not None:
             raise ValueError(failure)
-        held = {
-            name: Held(part.shape, str(part.array.dtype), part.array.nbytes, part.start, part.stop)
-            for name, part in self._held().items()
-        }
-        return divide(self._comm.gather_objects(held))
-
-    def _fault(self) -> str | None:
-        """Say what is wrong with what this rank was given."""
-        if self._keep_last < 1:
-            return f"keep_last must be at least 1, got {self._keep_last}"
-        times = Counter(_name(tensor) for tensor in self._tensors)
-        for tensor in self._tensors:
-            if not tensor.name or times[_name(tensor)] > 1:
-                return f"every tensor of a checkpoint needs a name of its own, {tensor.label} has none"
-        for name, held in self._held().items():
-            if str(held.array.dtype) not in DTYPES:
-                return f"a checkpoint holds numbers of {', '.join(sorted(DTYPES))}, {name} is {held.array.dtype}"
-        own = set(self._tensors)
-        for p in self._optimizer.params if self._optimizer is not None else ():
-            if p not in own:
-                return f"the optimizer must update parameters of the model, {p.label} is not among them"
-        return None
+        return divide(self._comm.gather_objects(self._contents.held()))
 
     def _check_folder(self) -> None:
         """Check that all ranks see one folder: parts in a folder of each host would never become a checkpoint."""
@@ -312,65 +254,15 @@ class Checkpointer:
         """Read this rank's tensors; return them, or what is wrong with the checkpoint, or with the disk."""
         try:
             manifest = read_manifest(checkpoint)
-            self._check_model(manifest)
-            state = self._state()
-            slices = {name: (part.start, part.stop) for name, part in state.items() if part.array.shape != part.shape}
-            memories = self._memories if self._has_memories(manifest) else ()
-            values = read_tensors(checkpoint, manifest, [*map(_name, self._tensors), *memories, *state], slices)
-            wrong = not_finite(_weights(values))
+            self._contents.check(manifest.tensors, self._plan)
+            names = self._contents.names(memories=same_memories(manifest.tensors, self._plan))
+            values = read_tensors(checkpoint, manifest, names, self._contents.slices())
+            wrong = not_finite(weights(values))
             return manifest, values, wrong and f"{wrong} is not finite in it", None
         except CheckpointError as error:
             return None, {}, str(error), None
         except OSError as error:
             return None, {}, None, f"{checkpoint} cannot be read now: {error}"
-
-    def _has_memories(self, manifest: Manifest) -> bool:
-        """Return whether a checkpoint has the memories of this layout, of all ranks, and no others."""
-        saved, own = (
-            {name: show(stored) for name, stored in tensors.items() if name.startswith(_MEMORY)}
-            for tensors in (manifest.tensors, self._plan)
-        )
-        return saved == own
-
-    def _check_model(self, manifest: Manifest) -> None:
-        """Check that a checkpoint is of this model and this kind of optimizer."""
-        apart = (_MEMORY,) if self._optimizer is not None else (_MEMORY, OPTIMIZER)
-        saved, own = (
-            {name: stored for name, stored in tensors.items() if not name.startswith(apart)}
-            for tensors in (manifest.tensors, self._plan)
-        )
-        faults = [f"it lacks {name}" for name in own if name not in saved]
-        faults += [f"it has {name}" for name in saved if name not in own]
-        faults += [
-            f"{name} is {show(saved[name])} in it and {show(own[name])} here"
-            for name in own
-            if name in saved and show(saved[name]) != show(own[name])
-        ]
-        if faults:
-            more = f", and {len(faults) - _SHOWN_FAULTS} more" if len(faults) > _SHOWN_FAULTS else ""
-            raise CheckpointError(f"it is of another model or optimizer: {', '.join(faults[:_SHOWN_FAULTS])}{more}")
-
-    def _fill(self, manifest: Manifest, values: Mapping[str, Array]) -> None:
-        for tensor in self._tensors:
-            tensor.data = _beside(tensor.data, values[_name(tensor)])
-        if self._optimizer is not None:
-            self._fill_optimizer(self._optimizer, manifest, values)
-        if not isinstance(self._model, HasMemories):
-            return
-        if not self._has_memories(manifest):
-            self._model.forget()
-            return
-        for name, memory in self._memories.items():
-            memory.data = _beside(memory.data, values[name])
-        self._model.unpack()
-
-    def _fill_optimizer(self, optimizer: Optimizer, manifest: Manifest, values: Mapping[str, Array]) -> None:
-        for p, held in optimizer.master_slices():
-            master = values[_name(p)].reshape(-1)[held.start : held.stop]
-            held.array[...] = _beside(held.array, master.reshape(held.array.shape))
-        for name, held in self._state().items():
-            held.array[...] = _beside(held.array, values[name].reshape(held.array.shape))
-        optimizer.num_steps = manifest.num_updates
 
     def _of_rank_0(self, make: Callable[[], T]) -> T:
         """Return what rank 0 makes, on every rank, or raise the same CheckpointError on all."""
@@ -393,17 +285,3 @@ def _as_json(state: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
         return json.loads(json.dumps(dict(state), allow_nan=False)), None
     except (TypeError, ValueError, RecursionError) as error:
         return {}, f"the state of a checkpoint must be what JSON can say: {error}"
-
-
-def _weights(values: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the parameters. A buffer may be infinite, as masks are; the optimizer's averages follow these."""
-    return {name: array for name, array in values.items() if name.startswith("parameter/")}
-
-
-def _name(tensor: Parameter | Buffer) -> str:
-    return f"{'parameter' if isinstance(tensor, Parameter) else 'buffer'}/{tensor.name}"
-
-
-def _beside(place_of: Array, values: Array) -> Array:
-    """Return values where an array is: on its GPU or on the host."""
-    return place(values, "cpu" if xp_of(place_of) is np else "cuda")
