@@ -18,15 +18,10 @@ from distributed.data_parallel.batch_norm import SyncBatchNorm
 from distributed.data_parallel.buckets.exact import weights_sha256
 from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.data_parallel.loss_trainers import BucketedTrainer, DistributedTrainer, SimpleTrainer
 from distributed.data_parallel.pipeline_trainer import PipelineTrainer
 from distributed.data_parallel.replicas import broadcast_params
-from distributed.data_parallel.trainer import (
-    BucketedTrainer,
-    DistributedTrainer,
-    SimpleTrainer,
-    TrainingConfig,
-    TrainingMetrics,
-)
+from distributed.data_parallel.trainer import TrainingConfig, TrainingMetrics
 
 __all__ = [
     "BucketedTrainer",

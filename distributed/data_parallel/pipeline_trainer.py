@@ -5,19 +5,17 @@ It knows a pipeline by what it needs of one, and `pipeline` knows nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, Unpack
 
 import numpy as np
 
 from distributed.agreement import agree
 from distributed.comm.communicator import Array, Communicator
-from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.ddp import HasParameters
-from distributed.data_parallel.trainer import Trainer, TrainingConfig, TrainingMetrics
+from distributed.data_parallel.trainer import ReplicaOptions, Trainer, TrainingConfig, TrainingMetrics
 from distributed.trace.recorder import Recorder
 from minigrad.hooks import Hooks
-from minigrad.parameter import Parameter
 
 Batch = Array | Sequence[Array]
 
@@ -57,7 +55,7 @@ class PipelineTrainer(Trainer):
     Args:
         pipe: runs the batches of one replica.
         replicas: the ranks that hold the same stages.
-        config, bucket_bytes, comm_hook, check_every, zero, whole: see `Trainer`.
+        config, options: see `Trainer`.
     """
 
     def __init__(
@@ -65,24 +63,9 @@ class PipelineTrainer(Trainer):
         pipe: Pipeline,
         replicas: Communicator,
         config: TrainingConfig,
-        *,
-        bucket_bytes: int | None = None,
-        comm_hook: CommHook = allreduce,
-        check_every: int = 0,
-        zero: int = 0,
-        whole: Callable[[Parameter], bool] | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
-        super().__init__(
-            pipe.stages,
-            replicas,
-            config,
-            bucket_bytes=bucket_bytes,
-            comm_hook=comm_hook,
-            check_every=check_every,
-            zero=zero,
-            whole=whole,
-            recorder=pipe.recorder,
-        )
+        super().__init__(pipe.stages, replicas, config, recorder=pipe.recorder, **options)
         self._pipe = pipe
 
     def step(

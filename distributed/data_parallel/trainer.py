@@ -1,37 +1,28 @@
-"""Trainers: one training step in one call. They differ in what computes gradients, and in when these are reduced.
+"""What a training step is, whatever computes its gradients: accumulation, averaging, clipping, update and metrics.
 
-    SimpleTrainer        one process
-    DistributedTrainer   replicas, which reduce after the backward
-    BucketedTrainer      replicas, which reduce inside it
-    PipelineTrainer      replicas of a pipeline, likewise: see `pipeline_trainer.py`
-
-Accumulation, clipping, skipped steps and metrics are the same in all of them, and so is a step from gradients that
-something else has computed.
+`loss_trainers.py` and `pipeline_trainer.py` have the trainers for losses and for pipelines; gradients may come from
+somewhere else too.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import numpy as np
 
 from distributed.comm.communicator import Array, Communicator
-from distributed.comm.solo import SoloCommunicator
-from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.ddp import DistributedDataParallel, HasParameters
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.trace.recorder import Recorder
-from minigrad.backprop import backward_with_grad, reached_parameters
 from minigrad.hooks import Hooks
-from minigrad.nn import Module
 from minigrad.parameter import Parameter
 from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
-from minigrad.tensor import Tensor
 from minigrad.update_rules import AdamW, LearningRate, Rule
 
 
@@ -87,6 +78,16 @@ class TrainingMetrics:
     num_skipped: int = 0
 
 
+class ReplicaOptions(TypedDict, total=False):
+    """What every trainer can be told of its replicas; see `DistributedDataParallel`."""
+
+    bucket_bytes: int | None
+    comm_hook: CommHook
+    check_every: int
+    zero: int
+    whole: Callable[[Parameter], bool] | None
+
+
 @dataclass
 class _Accumulated:
     """What the losses of the step under way have brought so far.
@@ -119,8 +120,8 @@ class Trainer:
     Args:
         model: trained in place.
         comm: the ranks that hold replicas.
-        bucket_bytes, comm_hook, check_every, zero, whole: see `DistributedDataParallel`.
         recorder: of the pipeline that the model is in.
+        options: see `ReplicaOptions`.
 
     Attributes:
         global_step: number of steps so far, skipped ones too.
@@ -132,24 +133,11 @@ class Trainer:
         comm: Communicator,
         config: TrainingConfig,
         *,
-        bucket_bytes: int | None = None,
-        comm_hook: CommHook = allreduce,
-        check_every: int = 0,
-        zero: int = 0,
-        whole: Callable[[Parameter], bool] | None = None,
         recorder: Recorder | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         self.config = config
-        self.ddp = DistributedDataParallel(
-            model,
-            comm,
-            bucket_bytes=bucket_bytes,
-            comm_hook=comm_hook,
-            check_every=check_every,
-            zero=zero,
-            whole=whole,
-            recorder=recorder,
-        )
+        self.ddp = DistributedDataParallel(model, comm, recorder=recorder, **options)
         rule = config.rule or AdamW(config.learning_rate, weight_decay=config.weight_decay)
         self.optimizer = self.ddp.optimizer(rule)
         self.global_step = 0
@@ -213,7 +201,7 @@ class Trainer:
                 before = params[name].grad
                 params[name].grad = factor * gradient if before is None else before + factor * gradient
             if hooks is not None:
-                _mark_ready([p for p in self.ddp.params if p.has_grad], hooks)
+                mark_ready([p for p in self.ddp.params if p.has_grad], hooks)
             return loss
 
         return self._take(add, num_samples, weight, num_tokens)
@@ -233,7 +221,7 @@ class Trainer:
             if not counts.any():
                 return None
             hooks = self.ddp.hooks_for(counts, mean_over=next(iter(self._open.weights), None))
-            _mark_ready([p for p in self.ddp.params if p.has_grad], hooks)
+            mark_ready([p for p in self.ddp.params if p.has_grad], hooks)
             return self._step()
 
     def cancel(self) -> None:
@@ -310,73 +298,10 @@ class Trainer:
             raise
 
 
-def _mark_ready(params: Sequence[Parameter], hooks: Hooks) -> None:
+def mark_ready(params: Sequence[Parameter], hooks: Hooks) -> None:
     """Reduce gradients that are all there already."""
     assert hooks.on_start is not None
     assert hooks.on_grad_ready is not None
     hooks.on_start(params)
     for p in params:
         hooks.on_grad_ready(p)
-
-
-class LossTrainer(Trainer, ABC):
-    """Trains from losses that the caller has computed, of a model that is whole on each rank."""
-
-    def backward_and_step(
-        self, loss: Tensor, *, num_samples: int = 1, weight: float | None = None, num_tokens: int = 0
-    ) -> TrainingMetrics | None:
-        """Compute gradients; at the last loss of a step average them over ranks, clip and update.
-
-        Collective at the last loss of a step.
-
-        Args:
-            loss: the mean over this rank's samples, or over `weight` things.
-            num_samples: how many they are: ranks and accumulated losses weigh by it. Equal by default.
-            weight: what they weigh by instead, such as the number of tokens whose target counts.
-            num_tokens: for the speed.
-        Returns:
-            None while gradients are accumulated.
-        Raises:
-            ValueError: num_samples is below 1, or weight is not above 0 and finite.
-            FloatingPointError: too many steps in a row were not finite; the same on every rank.
-        """
-
-        def contribute(factor: float, hooks: Hooks | None) -> float:
-            value = loss.item()
-            if hooks is None:
-                with self.recorder.span("compute", "backward"):
-                    backward_with_grad(loss, factor)
-            else:
-                self._reduce(loss, factor, hooks)
-            return value
-
-        return self._take(contribute, num_samples, weight, num_tokens)
-
-    @abstractmethod
-    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
-        """Run the backward of the loss times `factor`, and launch every bucket."""
-
-
-class DistributedTrainer(LossTrainer):
-    """Reduces after the backward: nothing overlaps. The plain form, to measure the other against."""
-
-    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
-        reached = reached_parameters(loss)
-        self.recorder.enter("compute", "backward")
-        with hooks.told_of_errors():
-            backward_with_grad(loss, factor)
-            _mark_ready(reached, hooks)
-
-
-class BucketedTrainer(LossTrainer):
-    """Reduces inside the backward: each bucket travels while the rest computes."""
-
-    def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
-        backward_with_grad(loss, factor, hooks=hooks)
-
-
-class SimpleTrainer(DistributedTrainer):
-    """Trains in one process."""
-
-    def __init__(self, model: Module, config: TrainingConfig) -> None:
-        super().__init__(model, SoloCommunicator(), config)

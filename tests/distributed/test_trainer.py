@@ -11,7 +11,8 @@ from test_ddp import BUCKET_BYTES, RECIPES, log_launches, logged_product, loss_o
 import minigrad as mg
 from distributed import SoloCommunicator
 from distributed.data_parallel import trainer as trainer_module
-from distributed.data_parallel.trainer import BucketedTrainer, DistributedTrainer, SimpleTrainer, TrainingConfig
+from distributed.data_parallel.loss_trainers import BucketedTrainer, DistributedTrainer, SimpleTrainer
+from distributed.data_parallel.trainer import TrainingConfig
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import MLP
 from minigrad.nn import Module
