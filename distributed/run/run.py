@@ -1,17 +1,16 @@
 """A run: what it prints, what it saves and when, how it goes on, and when it ends.
 
-`folder.py` has its files, `step_line.py` what is measured of a step, `attempts.py` the loop where ranks may die.
+`folder.py` has its files, `step_line.py` what is measured of a step, `resume.py` what goes on from a checkpoint,
+`summary.py` what it all came to, `attempts.py` the loop where ranks may die.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -23,18 +22,17 @@ from distributed.protocols import HasState, HasTensors
 from distributed.recovery.attempts import Recovery
 from distributed.recovery.state import Training
 from distributed.run.attempts import AttemptLoop, RunAttempt
-from distributed.run.command_line import CHECKPOINTS, METRICS, Saved, fail, to_save
-from distributed.run.flags import flag_of
+from distributed.run.command_line import CHECKPOINTS, METRICS, fail, to_save
 from distributed.run.folder import RunFolder
-from distributed.run.plots import speed_text, totals
 from distributed.run.progress import Progress
+from distributed.run.resume import take_state, warnings_of
 from distributed.run.settings import RunSettings
 from distributed.run.step_line import StepLine
+from distributed.run.summary import summarize
 from distributed.run.trackers import Trackers
 from distributed.stop import StopRequest
 from distributed.trace.perfetto import Event
 from distributed.trace.recorder import Recorder
-from minigrad.json_files import as_kind
 from minigrad.optim import Optimizer
 
 T = TypeVar("T", bound=Training)
@@ -308,17 +306,7 @@ class Run:
         lines = self._files.read_metrics()
         if not lines:
             return ""  # all steps were done elsewhere, and nobody knows how
-        seconds, speed, waited = totals(lines)
-        summary = {"steps": len(lines), "seconds": seconds, "loss": lines[-1]["loss"], self.line.speed: speed}
-        time_taken = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
-        words = f"{len(lines)} steps in {time_taken}, {speed_text(speed or 0.0)} {self.line.samples}/s"
-        if waited is not None:
-            summary["exposed_comm_share"] = waited
-            words += f", {waited:.0%} of it in waits for other ranks"
-        num_skipped = sum(_was_skipped(line) for line in lines)
-        if num_skipped:
-            summary["skipped_steps"] = num_skipped
-            words += f"; {num_skipped} skipped, as their gradients were not finite"
+        summary, words = summarize(lines, self.line.samples, self.line.speed)
         self._files.write_summary(summary | figures)
         self._track({"step": lines[-1]["step"]} | figures)
         return words
@@ -343,27 +331,12 @@ class Run:
         if loaded is None:
             self.warn(f"--resume auto finds nothing to go on with in {self.folder}: a new run starts there at step 0")
             return 0
-        for reason in loaded.refused:
-            self.warn(f"passed over {reason}")
-        if loaded.step > self.settings.steps:
-            raise ValueError(f"--steps must be at least the {loaded.step} that are done, got {self.settings.steps}")
-        try:
-            before = as_kind(loaded.state, Saved, "its state").settings
-            batches.load_state_dict(loaded.state["data"])
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{loaded.path} is of no such run: {error}") from error
-        changed = [
-            f"{flag_of(f.name)} {before.get(f.name)} -> {getattr(self.settings, f.name)}"
-            for f in fields(self.settings)
-            if not f.metadata["once"] and before.get(f.name) != getattr(self.settings, f.name)
-        ]
+        for warning in warnings_of(loaded):
+            self.warn(warning)
+        changed = take_state(loaded, batches, self.settings)
         self.say(f"goes on after step {loaded.step} of {loaded.path}, learning rate {optimizer.lr:.3g}")
         if changed:
             self.say(f"with {', '.join(changed)}")
-        if loaded.forgets:
-            self.warn(
-                "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
-            )
         if loaded.step == self.settings.steps:
             self.say(f"all {loaded.step} steps are done: --steps {2 * loaded.step} would do more")
         return loaded.step
@@ -418,12 +391,6 @@ class Run:
                 self._close()
             fail(fault)
         return made
-
-
-def _was_skipped(line: dict[str, Any]) -> bool:
-    """Return whether no rank took this step; in a line that was read, null is a number that is not finite."""
-    norm = line.get("grad_norm", 0.0)
-    return norm is None or not math.isfinite(norm)
 
 
 def _said(error: Exception) -> str:
