@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 def first_failure(comm: Communicator, failure: str | None) -> str | None:
-    """Return the first rank's failure, and which rank that is, on every rank. Collective.
+    """Return the first rank's failure, and which rank that is. Collective.
+
+    The same on every rank.
 
     Args:
         failure: what went wrong on this rank; None where nothing did.
@@ -29,7 +31,9 @@ def first_failure(comm: Communicator, failure: str | None) -> str | None:
 
 
 def of_rank_0(comm: Communicator, make: Callable[[], T], *, failing: type[Exception] = RuntimeError) -> T:
-    """Return what rank 0 makes, on every rank; if it cannot, raise the same error on all. Collective.
+    """Return what rank 0 makes, on every rank. Collective.
+
+    If it cannot, all raise the same error.
 
     Args:
         make: called on rank 0 alone; what it returns is sent to the others.
@@ -68,7 +72,9 @@ def same_on_all(comm: Communicator, noun: str, entries: Sequence[str]) -> None:
 
 
 def agree(comm: Communicator, prepare: Callable[[], Array], *, num_columns: int) -> Array:
-    """Run a check on every rank; if it raises on any, raise the first such rank's message on all. Collective.
+    """Run a check on every rank; all raise the message of the first that fails.
+
+    Collective.
 
     One small allgather where nothing is wrong, so a training step can afford it.
 

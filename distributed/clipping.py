@@ -39,7 +39,10 @@ class ModelPart(Protocol):
         ...
 
     def counted_parameters(self) -> Sequence[Parameter]:
-        """Return those that this rank counts in a sum over the whole model: tied ones on one rank only."""
+        """Return those that this rank counts in a sum over the whole model.
+
+        Tied ones count on one rank only.
+        """
         ...
 
 
@@ -58,7 +61,7 @@ class WholeModel:
 
 
 class PartNorm(NamedTuple):
-    """The norm of some gradients, in such a form that the norms of several ranks can be joined.
+    """The norm of some gradients, as a form that joins with those of other ranks.
 
     Attributes:
         plain: the norm; 0 where `squares` has it.
@@ -87,7 +90,10 @@ class PartNorm(NamedTuple):
 
 
 class Gradients(Protocol):
-    """Where the gradients of a part are: whole with their parameters, or wherever buckets have them."""
+    """Where the gradients of a part are.
+
+    Whole with their parameters, or wherever buckets have them.
+    """
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm: ...
 
@@ -105,7 +111,9 @@ WITH_PARAMETERS: Gradients = _WithParameters()
 
 
 def global_norm(part: ModelPart, gradients: Gradients = WITH_PARAMETERS) -> float:
-    """Return the gradient norm of the whole model, the same number on every rank that holds a part of it. Collective.
+    """Return the gradient norm of the whole model. Collective.
+
+    The same number on every rank that holds a part of it.
 
     Args:
         gradients: of the part, where its parameters do not have them whole.
@@ -116,7 +124,9 @@ def global_norm(part: ModelPart, gradients: Gradients = WITH_PARAMETERS) -> floa
 
 
 def clip_by_global_norm(part: ModelPart, max_norm: float, gradients: Gradients = WITH_PARAMETERS) -> float:
-    """Scale all gradients by max_norm / norm where the norm of the whole model is larger. Collective.
+    """Scale all gradients so that their norm is at most `max_norm`. Collective.
+
+    By max_norm / norm, where the norm of the whole model is larger.
 
     After `ddp.wait()`: then replicas, which have equal gradients, clip alike.
 

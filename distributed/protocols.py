@@ -19,7 +19,10 @@ class HasTensors(Protocol):
 
 @runtime_checkable
 class HasMemories(HasTensors, Protocol):
-    """A model with what belongs to the layout that it is trained in, and can begin anew in another one."""
+    """A model with what belongs to the layout that it is trained in.
+
+    That can begin anew in another one.
+    """
 
     def memories(self) -> Iterable[Buffer]: ...
 

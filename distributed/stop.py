@@ -15,7 +15,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Notes signals that ask this process to end, instead of ending it; making one is collective.
+    """Notes signals that ask this process to end, instead of ending it.
+
+    Making one is collective.
 
     A second Ctrl-C is not noted: it ends the process as ever.
 
@@ -42,7 +44,10 @@ class StopRequest:
         self._requested = True
 
     def agreed(self) -> bool:
-        """Return whether any rank was asked to stop. Collective: one small message, once a step."""
+        """Return whether any rank was asked to stop. Collective.
+
+        One small message, once a step.
+        """
         requested = np.array([self._requested], np.int64)
         return bool(self._comm.allreduce(requested, op=ReduceOp.MAX).wait()[0])
 

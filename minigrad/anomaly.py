@@ -45,7 +45,9 @@ def _check(array: Any, where: str) -> None:
 
 @contextmanager
 def detect_anomaly() -> Iterator[None]:
-    """Raise FloatingPointError at the first NaN or infinity inside: names op, module, shape, forward or backward.
+    """Raise FloatingPointError at the first nan or infinity inside.
+
+    It names the op, its module, the shape, and whether it was in the forward or the backward.
 
     An infinity that a model means to have (a mask) counts too. Costs a pass over every array.
     """

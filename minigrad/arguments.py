@@ -15,7 +15,10 @@ from minigrad.backend import Array, xp_of
 
 
 def as_int(value: Any) -> int | None:
-    """Return `value` if it is one integer, NumPy's included; None if it is something else, such as several."""
+    """Return `value` if it is one integer, NumPy's included; else None.
+
+    Several integers are none.
+    """
     try:
         return operator.index(value)
     except TypeError:
@@ -23,7 +26,10 @@ def as_int(value: Any) -> int | None:
 
 
 def as_array(data: Any) -> Array:
-    """Return `data`, an array or a nested list of numbers, as an array that ops can take: see `as_dtype`."""
+    """Return `data` as an array that ops can take.
+
+    It is an array, or a nested list of numbers; see `as_dtype`.
+    """
     array = data if xp_of(data) is not np else np.asarray(data)
     dtype = as_dtype(array.dtype)
     return array if dtype is array.dtype else array.astype(dtype)

@@ -32,7 +32,10 @@ def is_half(dtype: np.dtype[Any]) -> bool:
 
 
 def widened(array: Array) -> Array:
-    """Return `array`, half precision in float32: float16 ends at 65504, which sums and squares soon reach."""
+    """Return `array`, in float32 if it is of half precision.
+
+    float16 ends at 65504, which sums and squares soon reach.
+    """
     return array.astype(np.float32) if is_half(array.dtype) else array
 
 
@@ -63,7 +66,9 @@ def place(array: Array, device: str) -> Array:
 
 
 def use_gpu(index: int) -> None:
-    """Make GPU number `index`, modulo those that there are, the current one of this process.
+    """Make a GPU the current one of this process.
+
+    Number `index`, modulo the number that there are.
 
     Raises:
         ModuleNotFoundError: CuPy is not installed.
@@ -84,7 +89,10 @@ def gpu_name() -> str:
 
 
 def gpu_bus_id() -> str:
-    """Return what tells the current GPU from all others of this host, with the host's name."""
+    """Return what tells the current GPU from all others of this host.
+
+    With the host's name.
+    """
     import platform
 
     cuda = cupy().cuda
@@ -118,14 +126,20 @@ def nccl_module() -> Any:
 
 
 def cuda_library(name: str) -> Any:
-    """Return one of CUDA's libraries, for calls that CuPy does not offer: `cublasLt`, `cudart`."""
+    """Return one of CUDA's libraries, for calls that CuPy does not offer.
+
+    `cublasLt` or `cudart`.
+    """
     from cuda.pathfinder import load_nvidia_dynamic_lib  # comes with CuPy, and finds what CuPy loads
 
     return ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)
 
 
 def uses_tf32() -> bool:
-    """Return whether products of float32 on a GPU are in TF32: CUPY_TF32=1 says so, to CuPy too."""
+    """Return whether products of float32 on a GPU are in TF32.
+
+    CUPY_TF32=1 says so, to CuPy too.
+    """
     return os.environ.get("CUPY_TF32", "0") not in ("", "0")
 
 

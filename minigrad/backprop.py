@@ -31,7 +31,9 @@ Steps = Generator[None, None, T]
 
 @own_options
 def backward(loss: Tensor) -> None:
-    """Compute the gradient of a scalar `loss` and add it to `.grad` of every leaf that it depends on.
+    """Compute the gradient of a scalar loss, and add it to the leaves' `.grad`.
+
+    Of every leaf that it depends on.
 
     Frees the tape as it goes.
 
@@ -61,7 +63,7 @@ def backward_with_hooks(
 
 
 def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None = None) -> None:
-    """Propagate `grad`, the cotangent of `output`, to every leaf that `output` depends on.
+    """Propagate a cotangent to every leaf that `output` depends on.
 
     Args:
         output: any shape; without `grad` it must be a scalar. Or a sequence of tensors, walked as one tape.
@@ -73,7 +75,9 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
 
 
 def backward_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[None]:
-    """Do as `backward_with_grad` one op at a time, so that something else can run in between.
+    """Do as `backward_with_grad`, one op at a time.
+
+    So something else can run in between.
 
     It must change no value that the tape needs; with a `between_ops` hook it is refused when it does.
     """
@@ -95,7 +99,10 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
 
 
 def backward_input_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[DeferredGrads]:
-    """Do as `backward_input` one op at a time, as `backward_steps`; the generator returns what is left to do."""
+    """Do as `backward_input`, one op at a time, as `backward_steps` does.
+
+    The generator returns what is left to do.
+    """
     root, g = _root(output, grad, hooks.share)
     nodes = collect(root)
     if root.weight_side:
@@ -110,7 +117,9 @@ def backward_input_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[De
 
 
 def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks: Hooks | None = None) -> None:
-    """Do the weight half (W) of a backward: gradients of parameters, with the hooks of `backward_with_hooks`.
+    """Do the weight half (W) of a backward: gradients of parameters.
+
+    With the hooks of `backward_with_hooks`.
 
     Args:
         deferred: of one backward or of several. Several are walked side by side, so that a parameter is ready long
@@ -145,7 +154,10 @@ def to_the_end(steps: Iterator[None]) -> Any:
 
 
 def reached_parameters(output: Output) -> list[Parameter]:
-    """Return the parameters that a backward from `output`, one or several, will reach, each once."""
+    """Return the parameters that a backward from `output` will reach, each once.
+
+    One tensor, or several.
+    """
     outputs = (output,) if isinstance(output, Tensor) else output
     nodes = dict.fromkeys(node for x in outputs if x.requires_grad for node in collect(_node(x)))
     return list(parameter_uses(leaf_uses(sorted(nodes, key=node_order, reverse=True))))

@@ -17,7 +17,9 @@ from minigrad.parameter import Parameter, check_usable
 
 
 def grad_square_sum(params: Iterable[Parameter]) -> float:
-    """Return the sum of squares of all gradients; of ranks that hold different parameters, the sums add.
+    """Return the sum of squares of all gradients.
+
+    Of ranks that hold different parameters the sums add.
 
     It is added up in float64, so that it is finite for all finite gradients but the largest of float64.
 
@@ -34,7 +36,9 @@ def _square_sum(grads: Iterable[Array]) -> float:
 
 
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
-    """Scale all gradients by max_norm / norm if the norm of the whole model's gradient is larger than max_norm.
+    """Scale all gradients so that their norm is at most `max_norm`.
+
+    By max_norm / norm, where the norm of the whole model's gradient is larger.
 
     A norm that is infinite or nan scales nothing: gradients of 0 would hide it.
 
@@ -75,7 +79,10 @@ def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
 
 
 def check_whole(params: Iterable[Parameter]) -> None:
-    """Raise RuntimeError if one of these parameters is of a part of a model, whose norm is not the model's."""
+    """Raise RuntimeError if one of these parameters is of a part of a model.
+
+    Their norm would not be the model's.
+    """
     for p in params:
         if p.part_of:
             raise RuntimeError(f"the norm of {p.label}: it is of {p.part_of}")
@@ -93,7 +100,10 @@ def grad_norm(params: Sequence[Parameter]) -> float:
 
 
 def norm_of(grads: Iterable[Array]) -> float:
-    """Return the norm of some gradients together, also where their squares overflow or vanish."""
+    """Return the norm of some gradients together.
+
+    Also where their squares overflow or vanish.
+    """
     grads = [grad for grad in grads if grad.size]
     total = _square_sum(grads)
     if 1e-280 < total < 1e280 or math.isnan(total):

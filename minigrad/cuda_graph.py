@@ -28,7 +28,9 @@ NUM_WARMUP_CALLS = 2
 
 
 class CapturedStep:
-    """Calls a training step, through a CUDA graph from the third call with inputs of a shape on.
+    """Calls a training step, as a CUDA graph once it knows it.
+
+    From the third call with inputs of a shape on.
 
         def step(x, y):
             optimizer.zero_grad()
@@ -86,17 +88,26 @@ class CapturedStep:
 
     @property
     def num_launches(self) -> int:
-        """How many kernels, copies and fills the newest graph launches; 0 before there is one."""
+        """How many kernels, copies and fills the newest graph launches.
+
+        0 before there is one.
+        """
         graphs = [shape.graph for shape in self._shapes.values() if shape.graph is not None]
         return _num_nodes(graphs[-1]) if graphs else 0
 
     @property
     def pool_bytes(self) -> int:
-        """Memory that the graphs hold, beside parameters, gradients and the optimizer's state."""
+        """Memory that the graphs hold.
+
+        Beside parameters, gradients and the optimizer's state.
+        """
         return sum(shape.pool.total_bytes() for shape in self._shapes.values())
 
     def clear(self) -> None:
-        """Drop all graphs, and give their memory back; results of earlier calls become invalid."""
+        """Drop all graphs, and give their memory back.
+
+        Results of earlier calls become invalid.
+        """
         self._stream.synchronize()
         pools = [shape.pool for shape in self._shapes.values()]
         self._shapes.clear()

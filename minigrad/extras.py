@@ -2,5 +2,5 @@
 
 
 def needs(what: str, package: str, extra: str) -> str:
-    """Return what to install, by itself or with all that the project's extra of that name has."""
+    """Return what to install for something that is missing."""
     return f"{what} needs {package}: pip install {package}, or pip install '.[{extra}]' in the project's folder"

@@ -12,7 +12,9 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; on leaving, what is there becomes `path`, and is on the disk.
+    """Yield a path to write to, whose content becomes `path` on leaving.
+
+    It is on the disk then.
 
         with atomic_write(folder / "weights.bin") as unfinished:
             unfinished.write_bytes(data)

@@ -73,7 +73,9 @@ class FlatBuffer:
         raise TypeError("a FlatBuffer is the one owner of its parameters' memory: copy it with them, by copy.deepcopy")
 
     def move_grad(self, storage: Array) -> None:
-        """Let the gradients live in `storage` from now on: memory that a communicator reduces fastest, say.
+        """Let the gradients live in `storage` from now on.
+
+        Memory from which a communicator reduces fastest, say.
 
         Values stay, and so does what counts as fresh. Whoever took `p.grad` before holds the old memory.
 
@@ -95,7 +97,9 @@ class FlatBuffer:
         self._place_params()
 
     def widen_grad(self, dtype: Any) -> None:
-        """Add gradients up in a wider dtype from now on; whoever takes them as values has to round them.
+        """Add gradients up in a wider dtype from now on.
+
+        Whoever takes them as values has to round them.
 
         Raises:
             RuntimeError: somebody holds a gradient.
@@ -106,7 +110,9 @@ class FlatBuffer:
         self._place_params()
 
     def cut_grad(self, parts: Sequence[FlatRange]) -> None:
-        """Let memory for gradients come and go in these parts from now on. Gradients that are there are dropped.
+        """Let memory for gradients come and go in these parts from now on.
+
+        Gradients that are there are dropped.
 
         Args:
             parts: that hold each parameter once.
@@ -121,7 +127,10 @@ class FlatBuffer:
             p.place_grad(None)
 
     def open_grad(self, p: Parameter) -> Array:
-        """Return memory for the gradient of a parameter that has none, and with it that of its whole part."""
+        """Return memory for the gradient of a parameter that has none.
+
+        With it that of its whole part.
+        """
         part = self._part_of[p]
         memory = xp_of(self.data).empty(part.stop - part.start, self.grad.dtype)
         self._part_grads[part] = memory
@@ -144,13 +153,18 @@ class FlatBuffer:
         return self.grad[start:stop]
 
     def keep_copy(self, dtype: Any) -> None:
-        """Let ops see the values in this dtype from now on, in a copy that follows `data`; `data`'s own: no copy."""
+        """Let ops see the values in this dtype from now on, in a copy.
+
+        It follows `data`. With the dtype of `data` itself there is none.
+        """
         self.copy = None if self.data.dtype == dtype else self.data.astype(dtype)
         self._place_params()
         self.version.note(self.data, f"{self.params[0].label} ... {self.params[-1].label} (by keep_copy)")
 
     def drop_master(self) -> None:
-        """Keep the values only in the dtype that ops see; whoever trains them has taken them in full.
+        """Keep the values only in the dtype that ops see.
+
+        Whoever trains them has taken them in full.
 
         Raises:
             ValueError: ops see the values themselves.
@@ -170,7 +184,9 @@ class FlatBuffer:
 
     @staticmethod
     def adopt(params: Iterable[Parameter]) -> list[FlatRange]:
-        """Give the parameters without an owner one: new flats, one per dtype, in reverse parameter order.
+        """Give the parameters without an owner one.
+
+        New flats, one for each dtype, in reverse parameter order.
 
         Those that have an owner stay where they are. The same parameter given twice counts once.
 
@@ -192,7 +208,9 @@ class FlatBuffer:
 
     @staticmethod
     def ranges_of(params: Iterable[Parameter]) -> list[FlatRange]:
-        """Return the maximal contiguous ranges that hold exactly these parameters. Moves nothing.
+        """Return the fewest contiguous ranges that hold exactly these parameters.
+
+        Moves nothing.
 
         Args:
             params: in the order of the model, each with an owner.
@@ -231,7 +249,10 @@ class FlatRange:
 
     @staticmethod
     def over(params: Sequence[Parameter]) -> FlatRange:
-        """Return the range that some parameters fill: at least one, adjacent in one flat, in memory order."""
+        """Return the range that some parameters fill.
+
+        They are at least one, adjacent in one flat, in memory order.
+        """
         first, last = params[0], params[-1]
         assert first.flat is not None
         return FlatRange(first.flat, first.start, last.stop, tuple(params))
@@ -248,23 +269,31 @@ class FlatRange:
 
     @property
     def copy(self) -> Array | None:
-        """(n,) what ops see in place of `data`, a view, or None where they see `data` itself."""
+        """(n,) what ops see in place of `data`, a view.
+
+        None where they see `data` itself.
+        """
         return None if self.flat.copy is None else self.flat.copy[self.start : self.stop]
 
     @property
     def grad(self) -> Array:
-        """(n,) gradients, a view; those that backward did not reach are filled with zeros first."""
+        """(n,) gradients, a view.
+
+        Those that backward did not reach are filled with zeros first.
+        """
         for p in self.params:
             p.fill_missing_grad()
         return self.flat.grad_slice(self.start, self.stop)
 
     def cut(self, start: int, stop: int) -> FlatRange:
-        """Return a part of this range, in elements of the flat; it may begin and end inside parameters."""
+        """Return a part of this range, which may begin and end inside parameters."""
         inside = tuple([p for p in self.params if p.start < stop and start < p.stop])
         return FlatRange(self.flat, start, stop, inside)
 
     def note_change(self, by: str, *, copied: bool = False) -> None:
-        """Note that the values were changed in place, so that a backward that still needs them can say so.
+        """Note that the values were changed in place.
+
+        So a backward that still needs them can say so.
 
         Args:
             copied: the copy that ops see has been written already.
@@ -299,7 +328,7 @@ class TensorSlice(NamedTuple):
 
 
 def slices_in(part: FlatRange, array: Array) -> Iterator[tuple[Parameter, TensorSlice]]:
-    """Cut an array that has an element for each of a range's into what belongs to each parameter."""
+    """Cut an array of a range's elements into what belongs to each parameter."""
     for p in part.params:
         start, stop = max(p.start, part.start), min(p.stop, part.stop)
         own = array[start - part.start : stop - part.start]

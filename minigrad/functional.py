@@ -16,7 +16,9 @@ from minigrad.tensor import Tensor
 def value_and_grad(
     function: Callable[..., Tensor], *, argnums: int | tuple[int, ...] = 0
 ) -> Callable[..., tuple[Array, Any]]:
-    """Return a function that gives `function(*args)` and its gradient by some of its arguments.
+    """Return a function that gives a function's value and its gradients.
+
+    By some of its arguments.
 
         value, grad = value_and_grad(lambda w: mg.sum(w * w))(np.array([1.0, 2.0]))    # 5.0, [2.0, 4.0]
 

@@ -271,7 +271,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Foreign:
-    """An attribute that is none: reading it raises an AttributeError that says what to write."""
+    """An attribute that is none.
+
+    Reading it raises an AttributeError that says what to write.
+    """
 
     def __init__(self, advice: str) -> None:
         self.advice = advice
@@ -284,7 +287,10 @@ class Foreign:
 
 
 def teach(owner: type, table: Mapping[str, str]) -> None:
-    """Let a class answer the names of a table that are none of its own. `dir` does not list them."""
+    """Let a class answer the names of a table that are none of its own.
+
+    `dir` does not list them.
+    """
     foreign = {name: Foreign(advice) for name, advice in table.items() if not hasattr(owner, name)}
     for name, attribute in foreign.items():
         attribute.__set_name__(owner, name)
@@ -298,7 +304,10 @@ def own_names(instance: Any) -> list[str]:
 
 
 def missing_name(package: str) -> Callable[[str], NoReturn]:
-    """Return a package's `__getattr__`, which is asked for what the package does not have."""
+    """Return a package's `__getattr__`.
+
+    It is asked for what the package does not have.
+    """
 
     def __getattr__(name: str) -> NoReturn:  # noqa: N807
         advice = PACKAGES[package].get(name)
@@ -318,7 +327,10 @@ def check_options(name: str, given: Iterable[str], known: Collection[str]) -> No
 
 
 def own_options(function: Function) -> Function:
-    """Let a function answer for keyword arguments that are none of its own: see `check_options`."""
+    """Let a function answer for keyword arguments that are none of its own.
+
+    See `check_options`.
+    """
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     called = function.__qualname__.removesuffix(".__init__").split(".")[-1]  # the class, of one that makes objects
 

@@ -36,7 +36,7 @@ class DeferredGrads:
 
 
 def defer_weights(node: Node, edges: Iterable[Edge], g: Array, deferred: DeferredGrads) -> list[Edge]:
-    """Leave the edges of `node` into weights to the weight half; return the other edges.
+    """Leave the edges of a node into weights to the weight half; return the others.
 
     The number stays, so that contributions arrive in the same order as in a whole backward.
     """

@@ -12,7 +12,9 @@ from minigrad.parameter import Parameter
 
 @dataclass(frozen=True)
 class Hooks:
-    """What somebody else wants to do while a backward runs. Hooks add: `a + b` calls a's, then b's.
+    """What somebody else wants to do while a backward runs.
+
+    Hooks add: `a + b` calls a's, then b's.
 
     Attributes:
         on_start: called once, before the first vjp, with the parameters that this backward will reach.
@@ -48,7 +50,10 @@ class Hooks:
 
     @contextmanager
     def told_of_errors(self) -> Iterator[None]:
-        """Call `on_error` if what runs inside the `with` ends with an exception, which goes on to the caller."""
+        """Call `on_error` if what runs inside the `with` ends with an exception.
+
+        The exception goes on to the caller.
+        """
         try:
             yield
         except BaseException:

@@ -41,7 +41,9 @@ def as_kind(value: Any, kind: type[T], where: str) -> T:
 
 
 def to_json(value: Any, *, indent: int = 0) -> str:
-    """Say a value in JSON. A number that is not finite becomes null: JSON has neither infinity nor nan.
+    """Say a value in JSON.
+
+    A number that is not finite becomes null: JSON has neither infinity nor nan.
 
     Args:
         indent: spaces a level; 0 keeps all on one line.

@@ -9,7 +9,9 @@ from collections.abc import Callable
 def warmup_cosine(
     peak: float, *, num_steps: int, num_warmup_steps: int = 0, floor: float = 0.0
 ) -> Callable[[int], float]:
-    """Return step -> learning rate: linear warmup to `peak`, then half a cosine down to `floor`.
+    """Return a learning rate: linear warmup to `peak`, then half a cosine down.
+
+    A function of the step; it ends at `floor`.
 
         peak       /--.
                   /     `.
@@ -38,5 +40,5 @@ def warmup_cosine(
 
 
 def scaled(lr: float | Callable[[int], float], factor: float) -> float | Callable[[int], float]:
-    """Return a learning rate, a number or a function of the step, times a factor: of a group of parameters."""
+    """Return a learning rate times a factor, such as that of a group of parameters."""
     return (lambda step: factor * lr(step)) if callable(lr) else factor * lr

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 
 class OpHook(Protocol):
-    """Somebody who runs every op, to measure it, to look at it, or to do something after it: see `op_hooks.py`."""
+    """Somebody who runs every op, to measure it or to look at it.
+
+    Or to do something after it: see `op_hooks.py`.
+    """
 
     def forward(self, name: str, function: Any, arrays: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Seen]:
-        """Run an op's function; return its value, its vjps, and what to remember on the node."""
+        """Run an op's function."""
 
     def backward(self, node: Node, vjp: Any, g: Array) -> Any:
         """Run `vjp(g)` for a node and return what it gives."""
@@ -27,14 +30,20 @@ class OpHook(Protocol):
 
 
 class Seen(NamedTuple):
-    """What a hook remembers of an op: the path of the module that called it, and its forward's time."""
+    """What a hook remembers of an op.
+
+    The path of the module that called it, and its forward's time.
+    """
 
     path: str
     seconds: float
 
 
 class Mode(NamedTuple):
-    """How ops run here and now: whether they record, inside which hook, and whether it is the second time."""
+    """How ops run here and now.
+
+    Whether they record, inside which hook, and whether it is the second time.
+    """
 
     recording: bool = True
     hook: OpHook | None = None
@@ -61,14 +70,20 @@ def enable_grad() -> Iterator[None]:
 
 @contextmanager
 def hooked_by(hook: OpHook) -> Iterator[None]:
-    """Let `hook` run every op inside, forward and backward, instead of the hook outside."""
+    """Let `hook` run every op inside, forward and backward.
+
+    Instead of the hook outside.
+    """
     with _set_mode(current_mode.get()._replace(hook=hook)):
         yield
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Run a forward inside that ran before: what it has changed must not change again, such as a running mean."""
+    """Run a forward inside that ran before.
+
+    What it has changed must not change again, such as a running mean.
+    """
     with _set_mode(current_mode.get()._replace(replaying=True)):
         yield
 

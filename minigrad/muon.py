@@ -24,7 +24,10 @@ EPS = 1e-7
 
 
 def is_hidden_matrix(p: Parameter) -> bool:
-    """Return whether a parameter has two axes and is, by its name, neither an embedding's nor the head's."""
+    """Return whether a parameter is a matrix inside the model.
+
+    It has two axes and is, by its name, neither an embedding's nor the head's.
+    """
     return p.ndim == 2 and p.name.partition(".")[0] not in ("embed", "head")
 
 
@@ -47,7 +50,9 @@ def orthogonalized(g: Array, *, num_iterations: int = 5) -> Array:
 
 @dataclass(frozen=True)
 class Muon(TakesALearningRate, DividingRule):
-    """v += (1 - momentum)(g - v); w -= lr (s orthogonalized(g + momentum (v - g)) + weight_decay w).
+    """Momentum whose matrices are orthogonalized.
+
+    v += (1 - momentum)(g - v); w -= lr (s orthogonalized(g + momentum (v - g)) + weight_decay w).
 
     s = sqrt(max(1, outputs / inputs)) of a (inputs, outputs) matrix.
 
@@ -76,7 +81,9 @@ class Muon(TakesALearningRate, DividingRule):
             raise ValueError(f"momentum must be from 0 to below 1, got {self.momentum}")
 
     def divide(self, part: FlatRange) -> Iterator[tuple[FlatRange, Rule]]:
-        """Cut a range of memory into single matrices and runs of what lies between them, each with its rule.
+        """Cut a range of memory into single matrices and what lies between them.
+
+        Each with its rule.
 
         Raises:
             ValueError: a matrix is cut, or has not two axes.

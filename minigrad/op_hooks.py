@@ -16,7 +16,10 @@ from minigrad.tape import Node
 
 
 class ModulePath:
-    """The path of the module that is being called: its root's class, then attributes, `GPT.layers[1].attention.qkv`."""
+    """The path of the module that is being called.
+
+    Its root's class, then attributes: `GPT.layers[1].attention.qkv`.
+    """
 
     def __init__(self) -> None:
         self._modules: list[Any] = []

@@ -72,7 +72,10 @@ def _inside(part: FlatRange, run: Iterable[Parameter]) -> FlatRange:
 
 
 def is_matrix(p: Parameter) -> bool:
-    """Return whether a parameter has two or more axes: not so biases, and gains of norms."""
+    """Return whether a parameter has two or more axes.
+
+    Biases have not, and neither have gains of norms.
+    """
     return p.ndim >= 2
 
 
@@ -145,11 +148,16 @@ class Optimizer:
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients before clipping, as of the last step; 0 without `max_norm`. Asks a GPU."""
+        """The norm of all gradients before clipping, as of the last step.
+
+        0 without `max_norm`. Asks a GPU.
+        """
         return self._norm if self._whole_step is None else float(self._whole_step.norm())
 
     def was_taken(self) -> bool:
-        """Return whether the last step changed anything, and count no step that did not. Asks a GPU.
+        """Return whether the last step changed anything.
+
+        A step that did not is not counted. Asks a GPU.
 
         With `max_norm` a step changes nothing where the norm is infinite or nan. A GPU takes its own account of steps
         that were; `num_steps` and so the learning rate have heard of others when this was last called.
@@ -176,7 +184,9 @@ class Optimizer:
         return _at(self.rule.lr, self.num_steps)
 
     def step(self) -> None:
-        """Update every parameter that requires grad; a gradient that no backward reached counts as zero.
+        """Update every parameter that requires a gradient.
+
+        A gradient that no backward reached counts as zero.
 
         Raises:
             RuntimeError: somebody holds one of the gradients.
@@ -218,7 +228,10 @@ class Optimizer:
                 trainable.note_change("the optimizer")
 
     def advance(self) -> None:
-        """Tell a GPU the numbers of the next step, and count it. `step` does so, unless it is being captured."""
+        """Tell a GPU the numbers of the next step, and count it.
+
+        `step` does so, unless it is being captured.
+        """
         assert self._whole_step is not None
         self._whole_step.advance(self.lr, self.num_steps)
         self.num_steps += 1
@@ -240,7 +253,9 @@ class Optimizer:
             yield piece.data, own_grad, state["m"], state["v"], piece.copy, lengths
 
     def state_arrays(self) -> Iterator[tuple[str, Array]]:
-        """Yield the rule's state as (name, view): `("m/fc.weight", ...)`, each of its parameter's shape.
+        """Yield the rule's state as (name, view).
+
+        As `("m/fc.weight", ...)`, each of its parameter's shape.
 
         Raises:
             ValueError: a parameter has no name.
@@ -265,7 +280,10 @@ class Optimizer:
         return iter(())
 
     def has_master(self, p: Parameter) -> bool:
-        """Return whether some optimizer has a parameter's values in full, and the parameter only in less precision."""
+        """Return whether some optimizer has a parameter's values in full.
+
+        The parameter itself then has them in less precision.
+        """
         return False
 
     def __dir__(self) -> list[str]:

@@ -61,7 +61,9 @@ class Groups(DividingRule):
         return self.others.lr
 
     def check(self, params: Sequence[Parameter]) -> None:
-        """Check that no parameter is in two groups, and that the optimizer has each that a group lists.
+        """Check that no parameter is in two groups.
+
+        And that the optimizer has each that a group lists.
 
         Raises:
             ValueError: names the parameter.

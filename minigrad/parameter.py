@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hold:
-    """A claim on a gradient: nobody else may touch it until its holder takes it away with `parameter.hold = None`.
+    """A claim on a gradient: nobody else may touch it.
+
+    Its holder takes it away with `parameter.hold = None`.
 
     Attributes:
         reason: what the gradient is, and the way out: it ends the message of the error that others get.
@@ -87,7 +89,10 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Array | None:
-        """The gradient, or None where there is none; refused where only a part of it is here."""
+        """The gradient, or None where there is none.
+
+        Refused where only a part of it is here.
+        """
         if self.hold is not None and self.hold.partial:
             self.refuse_grad("reading .grad of")
         return None if self._fresh else self._grad
@@ -111,13 +116,19 @@ class Parameter(Tensor):
         return self.start + self.size
 
     def accumulate_grad(self, g: Array) -> None:
-        """Add one contribution to the gradient; refused while it is held, unless the hold is open."""
+        """Add one contribution to the gradient.
+
+        Refused while it is held, unless the hold is open.
+        """
         if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
         super().accumulate_grad(g)
 
     def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
-        """Let a `WeightVjp` write or add its contribution to the gradient; refused as `accumulate_grad` is."""
+        """Let a `WeightVjp` write or add its contribution to the gradient.
+
+        Refused as `accumulate_grad` is.
+        """
         if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
         if self.flat is None or not self.flat.is_widened:
@@ -158,11 +169,17 @@ class Parameter(Tensor):
         return self._grad
 
     def place_grad(self, grad: Array | None) -> None:
-        """Let the gradient's memory be this from now on, not yet written; None: none until it is needed."""
+        """Let the gradient's memory be this from now on, not yet written.
+
+        None: there is none until it is needed.
+        """
         self._grad, self._fresh = grad, True
 
     def defer(self, arrive: Callable[[], None]) -> None:
-        """Hide the values, which are on their way: whoever reads them first calls `arrive`, which calls `restore`."""
+        """Hide the values, which are on their way.
+
+        Whoever reads them first calls `arrive`, which calls `restore`.
+        """
         kind: Any = type(self)
         self._awaited = self._data, self._master, kind, arrive
         del self._data
@@ -184,7 +201,10 @@ class Parameter(Tensor):
         return attributes, slots | own | {"flat": None, "start": 0, "hold": None}
 
     def note_change(self, by: str = "") -> None:
-        """Note that the values were changed in place, and let the copy that ops see follow."""
+        """Note that the values were changed in place.
+
+        The copy that ops see follows.
+        """
         if self._master is not None:
             self._data[...] = self._master
             self.version.note(self._master, self.label)
@@ -231,7 +251,9 @@ def _awaited(kind: type[Parameter]) -> type[Parameter]:
 
 
 def check_usable(params: Iterable[Parameter], what: str, *, in_part: bool = False) -> None:
-    """Raise RuntimeError if one of these gradients is held and not final: `what` would use it too early.
+    """Raise RuntimeError if one of these gradients is held and not final.
+
+    `what` would use it too early.
 
     Args:
         in_part: `what` can do with the part of a gradient that is here.
@@ -242,7 +264,10 @@ def check_usable(params: Iterable[Parameter], what: str, *, in_part: bool = Fals
 
 
 def check_resettable(params: Iterable[Parameter], what: str) -> None:
-    """Raise RuntimeError if one of these gradients is held, neither open nor final: `what` would disturb its holder."""
+    """Raise RuntimeError if a reset would disturb a gradient's holder.
+
+    That is where it is held, neither open nor final.
+    """
     for p in params:
         if p.hold is not None and not (p.hold.open or p.hold.final):
             p.refuse_grad(what)

@@ -51,7 +51,9 @@ def dtype_of(precision: str) -> np.dtype[Any]:
 
 
 def use_precision(params: Iterable[Parameter], precision: str) -> None:
-    """Let ops see float32 parameters in this precision from now on; `data` and `grad` stay float32.
+    """Let ops see float32 parameters in this precision from now on.
+
+    `data` and `grad` stay float32.
 
     Args:
         params: all that lie in the same flat buffers; those without an owner get one.
@@ -73,7 +75,9 @@ def use_precision(params: Iterable[Parameter], precision: str) -> None:
 
 
 class LossScale(StepGuard):
-    """A factor on the loss that keeps float16 gradients away from 0, and from infinity; and the guard of its steps.
+    """A factor on the loss that keeps float16 gradients from 0 and infinity.
+
+    It is the guard of its steps too.
 
     An optimizer that is given it does the rest, and on a GPU asks nothing: factor and counts lie there.
 
@@ -111,7 +115,10 @@ class LossScale(StepGuard):
 
     @property
     def factor(self) -> Array:
-        """What a loss is multiplied by: () float32 where `move_to` or an optimizer has put it; it follows the steps."""
+        """What a loss is multiplied by: () float32, which follows the steps.
+
+        It is where `move_to` or an optimizer has put it.
+        """
         return self._state[:1].reshape(())
 
     @property
@@ -130,7 +137,10 @@ class LossScale(StepGuard):
         return int(self._state[3])
 
     def move_to(self, like: Array) -> Array:
-        """Let factor and counts lie where an array does, and return their memory: (4,) float32."""
+        """Let factor and counts lie where an array does; return their memory.
+
+        (4,) float32.
+        """
         if xp_of(self._state) is not xp_of(like):
             self._state = xp_of(like).asarray(self._state)
         return self._state
@@ -142,7 +152,9 @@ class LossScale(StepGuard):
             kernels_of(grad).scale(grad, 1 / self.value)
 
     def update(self, norm: float) -> bool:
-        """Return whether a step may be taken with gradients of this norm; if not, halve the factor.
+        """Return whether a step may be taken with gradients of this norm.
+
+        If not, the factor is halved.
 
         Args:
             norm: of the unscaled gradients, infinite or nan where one of them is.

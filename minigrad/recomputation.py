@@ -25,7 +25,9 @@ from minigrad.vjps import Replay
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call `function(*args)` and keep none of its residuals: they are recomputed in the backward.
+    """Call `function(*args)` and keep none of its residuals.
+
+    They are recomputed in the backward.
 
     Args:
         function: a module or function of tensors that gives one tensor, the same each time. Parameters may be captured.

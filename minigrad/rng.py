@@ -60,7 +60,10 @@ def scope(*, seed: int, step: int, first_sample: int = 0) -> Iterator[None]:
 
 @contextmanager
 def offset(num_samples: int) -> Iterator[None]:
-    """Shift the current scope by some samples, for a micro-batch of its batch; without a scope do nothing."""
+    """Shift the current scope by some samples, for a micro-batch of its batch.
+
+    Without a scope it does nothing.
+    """
     outer = _scope.get()
     token = _scope.set(outer and replace(outer, first_sample=outer.first_sample + num_samples, used=set()))
     try:
@@ -71,7 +74,7 @@ def offset(num_samples: int) -> Iterator[None]:
 
 @contextmanager
 def replay(before: Scope | None) -> Iterator[None]:
-    """Draw the numbers of an earlier forward again: `before` is what `current_scope` was then."""
+    """Draw the numbers of an earlier forward again."""
     token = _scope.set(before and replace(before, used=set()))
     try:
         yield

@@ -54,7 +54,10 @@ class StepGuard:
         return good
 
     def check(self, *values: float) -> None:
-        """Raise FloatingPointError if too many steps in a row were skipped, the last one for these values."""
+        """Raise FloatingPointError if too many steps in a row were skipped.
+
+        It says what these values were for the last one.
+        """
         if self.num_in_a_row > self.max_in_a_row:
             found = " and ".join(map(str, values))
             raise FloatingPointError(

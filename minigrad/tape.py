@@ -167,7 +167,10 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
 
 
 def node_order(node: Node) -> tuple[int, ...]:
-    """Sort key: nodes in the order in which a forward without recomputation would have recorded them."""
+    """Return a node's place in the order of a forward without recomputation.
+
+    A key to sort by.
+    """
     return (*(node.within or ()), node.number)
 
 

@@ -12,7 +12,10 @@ from minigrad.vjps import kept_arrays
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One line of a `Tape`: the op, its output, the bytes of residuals that it alone keeps, its time if profiled."""
+    """One line of a `Tape`.
+
+    The op, its output, the bytes of residuals that it alone keeps, its time if it was profiled.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -23,13 +26,19 @@ class TapeEntry:
 
 @dataclass(frozen=True)
 class Tape:
-    """The ops that a tensor depends on, for a person to look at. `print(Tape.of(loss))`."""
+    """The ops that a tensor depends on, for a person to look at.
+
+    `print(Tape.of(loss))`.
+    """
 
     entries: tuple[TapeEntry, ...]
 
     @staticmethod
     def of(output: Tensor) -> Tape:
-        """List the tape of `output`, oldest op first. A residual that several ops keep counts once, at the oldest."""
+        """List the tape of `output`, oldest op first.
+
+        A residual that several ops keep counts once, at the oldest.
+        """
         counted: set[int] = set()
         entries = []
         for node in reversed(collect(output.node) if output.node is not None else []):

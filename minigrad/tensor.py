@@ -49,7 +49,10 @@ class Tensor:
 
     @property
     def data(self) -> Array:
-        """The values. Assigning copies in: shape must match, the dtype is kept. Values may be rounded, not cut."""
+        """The values. Assigning copies in: shape must match, the dtype is kept.
+
+        Values may be rounded, not cut.
+        """
         return self._data
 
     @data.setter
@@ -67,7 +70,9 @@ class Tensor:
         return self._version
 
     def note_change(self, by: str = "") -> None:
-        """Note that the values were changed in place, so that a backward that still needs them can say so.
+        """Note that the values were changed in place.
+
+        So a backward that still needs them can say so.
 
         Args:
             by: whose doing it was, for the message.
@@ -76,7 +81,10 @@ class Tensor:
 
     @property
     def grad(self) -> Array | None:
-        """The gradient that backward stored, or None. Assigning copies in; None marks it fresh."""
+        """The gradient that backward stored, or None.
+
+        Assigning copies in; None marks it fresh.
+        """
         return None if self._fresh else self._grad
 
     @grad.setter
@@ -119,7 +127,9 @@ class Tensor:
         self._fresh = False
 
     def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
-        """Let a `WeightVjp` write its contribution straight into the gradient, or add it to what is there.
+        """Let a `WeightVjp` write its contribution straight into the gradient.
+
+        Or add it to what is there.
 
         Returns:
             The gradient.
@@ -155,7 +165,10 @@ class Tensor:
         return attributes, slots | {"_data": self._data.copy(), "_grad": grad, "_version": None}
 
     def drop_data(self) -> None:
-        """Let go of the values and keep the place on the tape: shape and dtype stay, `data` reads as zeros."""
+        """Let go of the values and keep the place on the tape.
+
+        Shape and dtype stay, `data` reads as zeros.
+        """
         xp = xp_of(self._data)
         self._data = xp.broadcast_to(xp.zeros((), self.dtype), self.shape)
 
@@ -244,7 +257,10 @@ class Tensor:
 
 
 def made_by(node: Node | None, data: Array, weight_side: bool | None) -> Tensor:
-    """Return the output of an op: `Tensor(data)` without its checks, on the tape if there is a node."""
+    """Return the output of an op.
+
+    It is `Tensor(data)` without its checks, on the tape if there is a node.
+    """
     tensor = Tensor.__new__(Tensor)
     tensor._data = data
     tensor._grad = None

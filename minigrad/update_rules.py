@@ -25,7 +25,10 @@ LearningRate = float | Callable[[int], float]
 
 
 class Rule(Protocol):
-    """How values change, given gradients. `lr` is a number or a function of the step (from 0)."""
+    """How values change, given gradients.
+
+    `lr` is a number or a function of the step (from 0).
+    """
 
     @property
     def lr(self) -> LearningRate: ...
@@ -45,7 +48,10 @@ class Rule(Protocol):
 
 
 class TakesALearningRate:
-    """What rules have in common: parameters belong to the optimizer, and are no learning rate."""
+    """What rules have in common.
+
+    Parameters belong to the optimizer, and are no learning rate.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         lr = args[0] if args else kwargs.get("lr", 0.0)
@@ -107,13 +113,18 @@ class AdamW(TakesALearningRate):
         kernels_of_runs(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
 
     def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:
-        """Return what does whole steps on the device that `data` is on, or None; see `reference.adamw_step`."""
+        """Return what does whole steps where `data` is, or None.
+
+        On a GPU it is one kernel; see `reference.adamw_step`.
+        """
         return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm, loss_scale)
 
 
 @dataclass(frozen=True)
 class Adam(AdamW):
-    """Adam: `AdamW`, but weight decay, 0 by default, is added to the gradient: g + weight_decay w.
+    """`AdamW`, but weight decay is added to the gradient.
+
+    g + weight_decay w; 0 by default.
 
     Source: Kingma and Ba 2015, algorithm 1.
     """
@@ -126,23 +137,35 @@ class Adam(AdamW):
         super().update(data, grad, state, lr=lr, step=step, decay=False)
 
     def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:
-        """Return what does whole steps, if there is no weight decay: on a GPU those decay as AdamW does."""
+        """Return what does whole steps, if there is no weight decay.
+
+        On a GPU weights decay as AdamW's do.
+        """
         return None if self.weight_decay else super().whole_step(data, max_norm, loss_scale)
 
 
 class DividingRule:
-    """A rule that is several: it says which part of the memory each is for (`Groups`, `Muon`)."""
+    """A rule that is several.
+
+    It says which part of the memory each is for (`Groups`, `Muon`).
+    """
 
     @property
     def lr(self) -> LearningRate:
         raise NotImplementedError
 
     def divide(self, part: FlatRange) -> Iterable[tuple[FlatRange, Rule]]:
-        """Cut a range of memory into parts, each with its rule, which may divide it further."""
+        """Cut a range of memory into parts, each with its rule.
+
+        A rule may divide its part further.
+        """
         raise NotImplementedError
 
     def check(self, params: Sequence[Parameter]) -> None:
-        """Raise ValueError if it does not fit all parameters of an optimizer, of which `divide` may see a share."""
+        """Raise ValueError if it does not fit all parameters of an optimizer.
+
+        Of which `divide` may see a share.
+        """
 
     def init(self, data: Array) -> dict[str, Array]:
         raise TypeError(f"{type(self).__name__} {_DIVIDES}")

@@ -23,7 +23,9 @@ Vjp = Callable[[Array], Array]
 
 
 class Joint:
-    """One vjp for all inputs of an op, where the work is shared: cotangent -> a gradient per array argument.
+    """One vjp for all inputs of an op, where the work is shared.
+
+    From the cotangent to a gradient for each array argument.
 
     Args:
         vjp: `g -> (grad, ...)`, one for each positional argument of the op.
@@ -46,7 +48,9 @@ def constant(c: Array) -> Vjp:
 
 
 class AddingVjp:
-    """The vjp of an input: it can also add its contribution, in the same pass, to what other uses have given.
+    """The vjp of an input that can also add to what other uses have given.
+
+    In the same pass.
 
     So the gradient of what passes a norm by is not read and written once more.
 
@@ -68,7 +72,9 @@ class AddingVjp:
 
 
 class WeightVjp:
-    """The vjp of a weight: it can also write straight into the gradient's memory, in the gradient's own dtype.
+    """The vjp of a weight that can also write straight into the gradient's memory.
+
+    In the gradient's own dtype.
 
     So no gradient is copied, and where weights are of half precision theirs are summed up in float32.
 
@@ -91,7 +97,9 @@ class WeightVjp:
 
 
 class Replay:
-    """In place of vjps: run the forward again, and walk the tape that it records. See `recomputation.py`.
+    """In place of vjps: run the forward again, and walk the tape that it records.
+
+    See `recomputation.py`.
 
     Args:
         run: () -> the output, recorded, and the number of the first node that may be its own.
@@ -106,7 +114,10 @@ class Replay:
 
 
 def kept_arrays(held: Any) -> Iterator[Array]:
-    """Yield the arrays that a vjp (or a container of vjps) keeps alive through closures."""
+    """Yield the arrays that a vjp keeps alive through closures.
+
+    Or a container of vjps.
+    """
     if isinstance(held, (tuple, list)):
         for item in held:
             yield from kept_arrays(item)

@@ -68,7 +68,9 @@ class Checkpoint:
 
 
 class Checkpointer:
-    """Saves and loads a model and its optimizer in a folder that all ranks see. Making one is collective.
+    """Saves and loads a model and its optimizer in a folder that all ranks see.
+
+    Making one is collective.
 
     Costs a copy of what this rank saves, in host memory, for as long as this object lives.
 
@@ -118,7 +120,9 @@ class Checkpointer:
             self._check_folder()
 
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
-        """Save in the background: on return this rank's part is copied, and training may go on. Collective.
+        """Save in the background. Collective.
+
+        On return this rank's part is copied, and training may go on.
 
         Where the last save is still being written, this waits for it first. Checkpoints of later steps are removed with
         the oldest: whoever saves step 200 after step 300 went back.
@@ -175,14 +179,19 @@ class Checkpointer:
             raise CheckpointError(error)
 
     def own_folder(self) -> None:
-        """Take the checkpoints that there are for this run's own, though none was loaded. Not collective; on all ranks.
+        """Take the checkpoints that there are for this run's own.
+
+        Though none was loaded. Not collective; on all ranks.
 
         For a run that has its state from elsewhere: from ranks that live, after a death.
         """
         self._knows_folder = True
 
     def abandon(self) -> None:
-        """Give up the save that is under way, where ranks have died that took part in it. Not collective."""
+        """Give up the save that is under way, where ranks that took part have died.
+
+        Not collective.
+        """
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.cancel()

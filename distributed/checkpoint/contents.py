@@ -84,7 +84,7 @@ class Contents:
         return [*map(_name, self._tensors), *(self._memories if memories else ()), *self._state()]
 
     def slices(self) -> dict[str, tuple[int, int]]:
-        """Return where the slices are of which there is no more here: start and stop in elements, by name."""
+        """Return start and stop, in elements, of what is here only as a slice, by name."""
         return {name: (part.start, part.stop) for name, part in self._state().items() if part.array.shape != part.shape}
 
     def fill(self, values: Mapping[str, Array], num_updates: int, *, memories: bool) -> None:
@@ -158,12 +158,18 @@ class Contents:
 
 
 def same_memories(saved: Mapping[str, Stored], plan: Mapping[str, Stored]) -> bool:
-    """Return whether a checkpoint has the memories of this layout, of all ranks, and no others."""
+    """Return whether a checkpoint has just the memories of this layout.
+
+    Those of all ranks.
+    """
     return _memories(saved) == _memories(plan)
 
 
 def weights(values: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the parameters. A buffer may be infinite, as masks are; the optimizer's averages follow these."""
+    """Return the parameters.
+
+    A buffer may be infinite, as masks are; the optimizer's averages follow these.
+    """
     return {name: array for name, array in values.items() if name.startswith("parameter/")}
 
 

@@ -87,7 +87,9 @@ class _Checksum:
 
 
 class Saving:
-    """One rank's share of a save under way, on a thread. Rank 0's also waits for the others' and commits.
+    """One rank's share of a save under way, on a thread.
+
+    Rank 0's also waits for the others' and commits.
 
     Args:
         folder: of all checkpoints.
@@ -118,7 +120,10 @@ class Saving:
         return self._error
 
     def wait(self) -> str | None:
-        """Block until all is over; return what went wrong. For when the parts of all ranks are known to be written."""
+        """Block until all is over; return what went wrong.
+
+        For when the parts of all ranks are known to be written.
+        """
         self._all_seen_by = time.monotonic() + SEEN_SECONDS
         self._thread.join()
         return self._error
@@ -165,7 +170,9 @@ class Saving:
 
 
 def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
-    """Make a checkpoint of a folder that holds all parts, and remove those that it makes dispensable.
+    """Make a checkpoint of a folder that holds all parts.
+
+    Those that it makes dispensable are removed.
 
     A run that went back to an older checkpoint replaces what came after it: steps are in the order of their saving.
     """
@@ -203,7 +210,10 @@ def remove_leftovers(folder: Path, *, but: Path | None = None) -> None:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder: the one that `latest` names, then the others, newest first."""
+    """Return the checkpoints in a folder.
+
+    The one that `latest` names first, then the others, newest first.
+    """
     try:
         latest = (folder / "latest").read_text(errors="replace").strip()
     except OSError:

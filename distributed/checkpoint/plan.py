@@ -14,7 +14,10 @@ Count = Annotated[int, Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a part of a tensor is: in the file of `rank`; its elements in C order from `start` to `stop`."""
+    """Where a part of a tensor is: in the file of `rank`.
+
+    Its elements in C order from `start` to `stop`.
+    """
 
     rank: Count
     start: Count
@@ -23,7 +26,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is: in the file of `rank`, with this shape and dtype; or in slices, in the files of several."""
+    """Where a tensor is: in the file of `rank`, with this shape and dtype.
+
+    Or in slices, in the files of several.
+    """
 
     rank: Count
     shape: tuple[Count, ...]
@@ -70,7 +76,9 @@ class Held:
 
 
 def divide(held: Sequence[Mapping[str, Held]]) -> dict[str, Stored]:
-    """Decide who saves what: the largest first, each by the least laden of the ranks that hold it.
+    """Decide who saves what.
+
+    The largest first, each by the least laden of the ranks that hold it.
 
     Args:
         held: by rank, then by name.

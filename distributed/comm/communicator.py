@@ -328,7 +328,9 @@ class Communicator(ABC):
         return self.irecv(array, source=source, tag=tag).wait()
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Make messages between some ranks as fast as they can be; all others can be sent as well.
+        """Make messages between some ranks as fast as they can be.
+
+        All others can be sent as well.
 
         Collective, blocking; once.
 
@@ -376,7 +378,9 @@ class Communicator(ABC):
 
     @contextmanager
     def calls_about(self, what: str) -> Iterator[None]:
-        """Say what the collectives launched inside the `with` are about, such as a bucket of gradients.
+        """Say what the collectives launched inside the `with` are about.
+
+        Such as a bucket of gradients.
 
         Where ranks compare their calls they compare this too, and an error names it: two ranks that reduce as many
         numbers of something else are found.

@@ -53,7 +53,9 @@ class Link:
 
     @classmethod
     def fit(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-        """Return the line closest to what was measured, by least squares of the relative error.
+        """Return the line closest to what was measured.
+
+        By least squares of the relative error.
 
         Of the absolute error the largest message would decide alone, and the latency would be its noise.
         """
@@ -80,7 +82,9 @@ class BucketChoice:
 
 
 def choose_bucket_bytes(comm: Communicator, params: Sequence[Parameter], backward_seconds: float) -> BucketChoice:
-    """Measure the link, and choose the bucket size that leaves least after the backward. Collective.
+    """Choose the bucket size that leaves least after the backward. Collective.
+
+    Measures the link first.
 
     Args:
         comm: the ranks that average gradients; an allreduce is measured, whatever a comm hook sends instead.
@@ -99,7 +103,9 @@ def choose_bucket_bytes(comm: Communicator, params: Sequence[Parameter], backwar
 
 
 def measure_link(comm: Communicator, xp: ModuleType = np) -> Link:
-    """Return what an allreduce costs, as rank 0 measures it: the same on every rank. Collective, under a second.
+    """Return what an allreduce costs, as rank 0 measures it.
+
+    Collective, under a second; the same on every rank.
 
     Args:
         xp: numpy or cupy, of the arrays that are reduced.
@@ -119,7 +125,9 @@ def measure_link(comm: Communicator, xp: ModuleType = np) -> Link:
 
 
 def best_bucket_bytes(latency: float, seconds_a_byte: float, num_bytes: int, backward_seconds: float) -> int:
-    """Return the power of two, from `SMALLEST_BYTES`, whose buckets leave least after the backward.
+    """Return the power of two whose buckets leave least after the backward.
+
+    From `SMALLEST_BYTES` on.
 
     Of equals the largest, which is fewest messages. The first power that holds all gradients is the last one tried.
 
@@ -144,7 +152,10 @@ def best_bucket_bytes(latency: float, seconds_a_byte: float, num_bytes: int, bac
 def exposed_seconds(
     bucket_bytes: int, latency: float, seconds_a_byte: float, num_bytes: int, backward_seconds: float
 ) -> float:
-    """Return how long after the backward its gradients are reduced: the equations are this file's docstring."""
+    """Return how long after the backward its gradients are reduced.
+
+    The equations are in this file's docstring.
+    """
     if num_bytes == 0:
         return 0.0
     num_buckets = math.ceil(num_bytes / bucket_bytes)

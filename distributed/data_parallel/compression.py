@@ -31,7 +31,9 @@ _SCALE_BYTES = 4
 
 
 class ErrorFeedback(FeedbackHook):
-    """A comm hook that sends gradients in a narrow dtype, and keeps the difference for the next step.
+    """A comm hook that sends gradients in a narrow dtype, and keeps the difference.
+
+    What is kept is added in the next step.
 
     Where a slice is not finite, all of it arrives as nan.
 

@@ -36,7 +36,9 @@ class HasParameters(Protocol):
 
 
 class DistributedDataParallel:
-    """Keeps a model's replicas equal: broadcasts rank 0's parameters, then averages gradients inside backward.
+    """Keeps a model's replicas equal.
+
+    Rank 0's parameters are broadcast once, then gradients are averaged inside each backward.
 
         hooks = ddp.hooks(num_samples=len(x))
         with rng.scope(seed=seed, step=step, first_sample=ddp.first_sample):    # only where layers draw
@@ -159,7 +161,9 @@ class DistributedDataParallel:
         return self.hooks_for(self.count_samples(num_samples, weight), mean_over=mean_over)
 
     def count_samples(self, num_samples: int, weight: float | None = None) -> Array:
-        """Return the (size, 2) numbers of samples, and weights or NOT_GIVEN, of all ranks. Collective; see `hooks`.
+        """Return the numbers of samples, and the weights, of all ranks. Collective.
+
+        (size, 2); a weight is NOT_GIVEN where there is none. See `hooks`.
 
         Raises:
             RuntimeError: the last backward is not over.
@@ -170,7 +174,9 @@ class DistributedDataParallel:
             return self.comm.allgather(count(num_samples, weight)).wait()
 
     def hooks_for(self, counts: Array, *, mean_over: float | None = None) -> Hooks:
-        """Return the hooks for one backward, as `hooks`, where `count_samples` has been called.
+        """Return the hooks for one backward, where `count_samples` has been called.
+
+        See `hooks`.
 
         Collective where the weights are checked.
         """
@@ -194,7 +200,9 @@ class DistributedDataParallel:
         return hooks + self.recorder.hooks() if self._is_whole_step else hooks
 
     def join(self, batches: Iterable[T]) -> Iterator[T | None]:
-        """Yield this rank's batches, then None while other ranks have some left. Collective.
+        """Yield this rank's batches, then None while other ranks have some left.
+
+        Collective.
 
             for batch in ddp.join(batches):
                 optimizer.zero_grad()
@@ -216,7 +224,9 @@ class DistributedDataParallel:
         return until_all_are_through(batches, self.comm)
 
     def reduce_no_samples(self) -> None:
-        """Take part in a step in place of `hooks` and a backward: this rank has no samples for it. Collective.
+        """Take part in a step with no samples, in place of `hooks` and a backward.
+
+        Collective.
 
         Raises:
             RuntimeError: a backward without the hooks has left gradients here, which would be lost.
@@ -230,7 +240,9 @@ class DistributedDataParallel:
         hooks.on_start(())
 
     def wait(self) -> None:
-        """Block until all gradients are averaged over ranks; call it before clipping and stepping.
+        """Block until all gradients are averaged over ranks.
+
+        Call it before clipping and stepping.
 
         Raises:
             RuntimeError: no backward ran with the hooks, or not to its end; or another rank gave it up, and then all
@@ -260,7 +272,9 @@ class DistributedDataParallel:
         return [list(bucket.range.params) for bucket in self.buckets.order.buckets]
 
     def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
-        """Return an optimizer of the model: of this rank's shards of it, where ranks share its state out.
+        """Return an optimizer of the model.
+
+        Where ranks share its state out it is of this rank's shards.
 
         Args:
             rule, decays: see `Optimizer`.
@@ -268,7 +282,9 @@ class DistributedDataParallel:
         return self.buckets.optimizer(rule, decays=decays)
 
     def clip_by_global_norm(self, max_norm: float) -> float:
-        """Scale all gradients by max_norm / norm where the norm of the whole model is larger. Collective.
+        """Scale all gradients so that their norm is at most `max_norm`. Collective.
+
+        By max_norm / norm, where the norm of the whole model is larger.
 
         In any layout: over the stages of a pipeline, over shards, and in one process; with sums="exact" exactly. After
         `wait`. See `distributed.clip_by_global_norm`, which is this for gradients that no rank has in shards.
@@ -276,11 +292,16 @@ class DistributedDataParallel:
         return clip_by_global_norm(self._part, max_norm, self.buckets)
 
     def grad_norm(self) -> float:
-        """Return the gradient norm of the whole model, the same number on every rank. Collective; after `wait`."""
+        """Return the gradient norm of the whole model, the same on every rank.
+
+        Collective; after `wait`.
+        """
         return global_norm(self._part, self.buckets)
 
     def cancel(self) -> None:
-        """Give up the step that an exception has ended: its gradients are dropped, the next one starts clean.
+        """Give up the step that an exception has ended.
+
+        Its gradients are dropped, and the next one starts clean.
 
             try:
                 backward_with_hooks(model_loss(x), ddp.hooks(num_samples=len(x)))
@@ -302,7 +323,9 @@ class DistributedDataParallel:
         self.is_awaited = False
 
     def sync_buffers(self) -> None:
-        """Give every rank the same buffers: rank 0's, or with `buffers="mean"` the mean of all. Collective.
+        """Give every rank the same buffers. Collective.
+
+        They are rank 0's, or with `buffers="mean"` the mean of all.
 
         Rank 0's are taken once when this is made. After that each rank's are its own, unless `buffers` says otherwise,
         since only their module knows what they mean: call this before evaluating or saving if training changes them.
@@ -317,7 +340,9 @@ class DistributedDataParallel:
         return list(getattr(self.model, "buffers", tuple)())
 
     def check_replicas(self) -> None:
-        """Check that the weights of all ranks are equal, bit by bit. Collective; see `check_every`.
+        """Check that the weights of all ranks are equal, bit by bit. Collective.
+
+        See `check_every`.
 
         Raises:
             RuntimeError: names the first parameter that differs, and where; the same message on every rank.
@@ -342,7 +367,9 @@ class DistributedDataParallel:
 
 
 def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
-    """Check that all ranks have the same parameters in the same place of the same bucket, and of memory. Collective.
+    """Check that all ranks have the same parameters at the same places. Collective.
+
+    The same bucket, and the same place of it and of memory.
 
     Raises:
         ValueError: names the first bucket that differs, and what two ranks have; the same message on every rank.

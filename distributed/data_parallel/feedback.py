@@ -59,7 +59,10 @@ class FeedbackHook(ABC):
             self._held[_place(part.grad)] = part, self._new_memory(part, self._rank, self._size)
 
     def buffers(self) -> list[Buffer]:
-        """Return what this rank keeps. It is of this number of ranks, and of these buckets."""
+        """Return what this rank keeps.
+
+        It is of this number of ranks, and of these buckets.
+        """
         return [buffer for _, kept in self._held.values() for buffer in kept]
 
     def forget(self) -> None:
@@ -119,7 +122,9 @@ class HasMemory(Protocol):
 
 
 class WithState:
-    """A model together with what a comm hook keeps, for a Checkpointer: a run then goes on bit by bit.
+    """A model together with what a comm hook keeps, for a Checkpointer.
+
+    So a run goes on from a checkpoint bit by bit.
 
     Where a checkpoint is of another layout, or was saved without the hook, the hook begins anew.
     """
@@ -149,7 +154,7 @@ class WithState:
 
 
 def allreduce_bytes(num_bytes: int, size: int) -> int:
-    """Return what each of `size` ranks sends where an allreduce of so many bytes sends least."""
+    """Return what each rank sends where an allreduce sends least."""
     return 2 * num_bytes * (size - 1) // size
 
 

@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def until_all_are_through(batches: Iterable[T], comm: Communicator) -> Iterator[T | None]:
-    """Yield this rank's batches, then None while other ranks have some left. Collective; see `ddp.join`."""
+    """Yield this rank's batches, then None while other ranks have some left.
+
+    Collective; see `ddp.join`.
+    """
     left = iter(batches)
     while True:
         batch = next(left, None)

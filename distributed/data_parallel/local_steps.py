@@ -39,7 +39,9 @@ from minigrad.update_rules import LearningRate, Rule
 
 @dataclass(frozen=True)
 class Nesterov:
-    """The outer rule of DiLoCo: v = momentum v + g; w -= lr (g + momentum v). No weight decay.
+    """The outer rule of DiLoCo, Nesterov's momentum without weight decay.
+
+    v = momentum v + g; w -= lr (g + momentum v).
 
     Source: Sutskever et al. 2013, in the form of PyTorch's SGD(nesterov=True).
     """
@@ -79,7 +81,9 @@ class _Piece:
 
 
 class LocalSteps:
-    """Lets replicas step on their own, and agree from time to time. Making one is collective.
+    """Lets replicas step on their own, and agree from time to time.
+
+    Making one is collective.
 
         local = LocalSteps(model.parameters(), comm, Nesterov(0.7, momentum=0.9), every=100, inner=optimizer)
         for x, y in batches:
@@ -170,7 +174,7 @@ class LocalSteps:
         return not self.num_steps or (whole and self.num_steps % self._every == 0)
 
     def step(self) -> None:
-        """Count a step of the optimizer; where it is a fragment's turn, send it off or take what was agreed on.
+        """Count a step; where a fragment is due, send it or take what was agreed on.
 
         Collective in the steps in which a fragment arrives. Call it after each `optimizer.step()`.
         """
@@ -182,18 +186,27 @@ class LocalSteps:
                 self._arrive(number, fragment)
 
     def mean(self, value: float) -> float:
-        """Return the mean over ranks of a number that each has, such as its loss. Collective."""
+        """Return the mean over ranks of a number that each has, such as its loss.
+
+        Collective.
+        """
         return float(self.comm.allreduce(np.array([value]), op=ReduceOp.MEAN).wait()[0])
 
     def buffers(self) -> list[Buffer]:
-        """Return what a checkpoint has beside what was agreed on: see `WithState`. It is there after `pack`."""
+        """Return what a checkpoint has beside what was agreed on.
+
+        It is there after `pack`; see `WithState`.
+        """
         buffers = [self._counts, *(buffer for _, buffer in self._inner)]
         for piece in self._pieces():
             buffers += [piece.own, *piece.state.values(), *([] if piece.sum is None else [piece.sum])]
         return buffers
 
     def pack(self) -> None:
-        """Let the model have what was last agreed on, and `buffers` what is this rank's own. Collective."""
+        """Let the model have what was last agreed on. Collective.
+
+        `buffers` then have what is this rank's own.
+        """
         for piece in self._pieces():
             if piece.sum is not None:
                 piece.sum.data = np.zeros_like(piece.sum.data) if piece.work is None else piece.work.wait()
@@ -205,7 +218,10 @@ class LocalSteps:
             buffer.data = array
 
     def unpack(self) -> None:
-        """Let the model have this rank's own weights again, after a `pack` or from what was loaded. Collective."""
+        """Let the model have this rank's own weights again. Collective.
+
+        After a `pack`, or from what was loaded.
+        """
         for number, fragment in enumerate(self._fragments):
             for piece in fragment:
                 _drop_sum(piece)
@@ -219,7 +235,10 @@ class LocalSteps:
             array[...] = buffer.data
 
     def forget(self) -> None:
-        """Begin anew from the weights that there are now, which must be the same on all ranks. Collective."""
+        """Begin anew from the weights that there are now. Collective.
+
+        They must be the same on all ranks.
+        """
         self._counts.data[:] = 0
         for piece in self._pieces():
             _drop_sum(piece)

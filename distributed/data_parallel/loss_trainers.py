@@ -18,12 +18,15 @@ from minigrad.tensor import Tensor
 
 
 class LossTrainer(Trainer, ABC):
-    """Trains from losses that the caller has computed, of a model that is whole on each rank."""
+    """Trains from losses that the caller has computed.
+
+    The model is whole on each rank.
+    """
 
     def backward_and_step(
         self, loss: Tensor, *, num_samples: int = 1, weight: float | None = None, num_tokens: int = 0
     ) -> TrainingMetrics | None:
-        """Compute gradients; at the last loss of a step average them over ranks, clip and update.
+        """Compute gradients; at the last loss of a step average, clip and update.
 
         Collective at the last loss of a step.
 
@@ -56,7 +59,10 @@ class LossTrainer(Trainer, ABC):
 
 
 class DistributedTrainer(LossTrainer):
-    """Reduces after the backward: nothing overlaps. The plain form, to measure the other against."""
+    """Reduces after the backward: nothing overlaps.
+
+    The plain form, to measure the other against.
+    """
 
     def _reduce(self, loss: Tensor, factor: float, hooks: Hooks) -> None:
         reached = reached_parameters(loss)

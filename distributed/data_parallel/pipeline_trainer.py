@@ -23,7 +23,10 @@ _NOT_GIVEN = -1.0
 
 
 class Pipeline(Protocol):
-    """What runs forward and backward of a batch over the ranks of `comm`: a PipelineExecutor."""
+    """What runs forward and backward of a batch over the ranks of `comm`.
+
+    A PipelineExecutor is one.
+    """
 
     @property
     def comm(self) -> Communicator: ...
@@ -42,7 +45,9 @@ class Pipeline(Protocol):
 
 
 class PipelineTrainer(Trainer):
-    """A pipeline, its replicas and its optimizer. Making one, and every method, is collective over both.
+    """A pipeline, its replicas and its optimizer.
+
+    Making one, and every method, is collective over both.
 
         mesh = Mesh(comm, dp=2, pp=4)
         pipe = PipelineExecutor(stages, mesh.pp, schedule, num_microbatches=8, loss_fn=cross_entropy)
@@ -71,7 +76,7 @@ class PipelineTrainer(Trainer):
     def step(
         self, x: Batch | None, y: Batch | None, *, weights: Sequence[float] | None = None, num_tokens: int = 0
     ) -> TrainingMetrics | None:
-        """Run a batch of this replica; at the last one of a step average gradients over replicas, clip and update.
+        """Run a batch of this replica; at the last one of a step average, clip, update.
 
         Args:
             x, y: see `PipelineExecutor`: the first stage's rank needs x, the last one's y.

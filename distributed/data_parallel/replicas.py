@@ -47,7 +47,9 @@ def sync_buffers(buffers: Sequence[Buffer], comm: Communicator, share: float | N
 
 
 def check_layout(noun: str, tensors: Iterable[Parameter | Buffer], comm: Communicator) -> None:
-    """Check that all ranks have the same parameters, or buffers, in the same order. Collective.
+    """Check that all ranks have the same parameters, or buffers, in one order.
+
+    Collective.
 
     Args:
         noun: of one of them, for the error.
@@ -83,7 +85,9 @@ def check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
 
 
 def fingerprint(array: Array) -> int:
-    """Return a number that changes, but for rare chance, when any bit of `array` does: the sum of its words, mod 2^64.
+    """Return the sum of an array's words, mod 2^64.
+
+    But for rare chance it changes when any bit does.
 
     Computed where the array lies, GPU or host; the same bits give the same number on both.
     """

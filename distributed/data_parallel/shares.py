@@ -15,7 +15,7 @@ NO_SAMPLES = -sys.float_info.max  # what travels for the weight of a rank that t
 
 
 def count(num_samples: int, weight: float | None) -> Array:
-    """Return the (2,) numbers that a rank tells the others: its samples, and its weight."""
+    """Return what a rank tells the others, (2,): its samples, and its weight."""
     return np.array([num_samples, NOT_GIVEN if weight is None else weight], np.float64)
 
 

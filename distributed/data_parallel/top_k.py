@@ -23,7 +23,9 @@ from minigrad.nn import Buffer
 
 
 class TopK(FeedbackHook):
-    """A comm hook that sends a bucket's largest gradients, and keeps all others for the next step.
+    """A comm hook that sends a bucket's largest gradients, and keeps the others.
+
+    What is kept is added in the next step.
 
     Where a gradient of a bucket is not finite, some of the bucket arrives as nan.
 

@@ -157,7 +157,10 @@ class Trainer:
 
     @property
     def recorder(self) -> Recorder:
-        """Notes what runs when inside `with trainer.recorder:`, over as many steps as wanted."""
+        """Notes what runs when inside `with trainer.recorder:`.
+
+        Over as many steps as wanted.
+        """
         return self.ddp.recorder
 
     @property
@@ -166,7 +169,10 @@ class Trainer:
         return self.ddp.comm
 
     def broadcast_params(self) -> None:
-        """Overwrite the parameters of every rank with rank 0's, for example after loading them there. Collective."""
+        """Overwrite the parameters of every rank with rank 0's. Collective.
+
+        For example after loading them there.
+        """
         broadcast_params(self.ddp.params, self.ddp.comm)
 
     def step_from_gradients(
@@ -178,7 +184,9 @@ class Trainer:
         weight: float | None = None,
         num_tokens: int = 0,
     ) -> TrainingMetrics | None:
-        """Take gradients that something else has computed for those of one loss, and go on as `backward_and_step`.
+        """Take gradients that something else has computed for those of one loss.
+
+        Then goes on as `backward_and_step` does.
 
         Args:
             gradients: of the mean loss over this rank's samples, by name of the parameter; zeros where there is none.
@@ -207,7 +215,9 @@ class Trainer:
         return self._take(add, num_samples, weight, num_tokens)
 
     def end_step(self) -> TrainingMetrics | None:
-        """Step with the losses accumulated so far, as at the end of an epoch, where the last group may not be full.
+        """Step with the losses accumulated so far.
+
+        As at the end of an epoch, where the last group may not be full.
 
         Collective: every rank calls it, or is at the last loss of this step. Each rank needs a loss in the group.
 
@@ -225,7 +235,9 @@ class Trainer:
             return self._step()
 
     def cancel(self) -> None:
-        """Give up the step under way, its accumulated losses and its gradients: the next loss begins a new one.
+        """Give up the step under way, with its accumulated losses and gradients.
+
+        The next loss begins a new one.
 
         On several ranks, those call it that had an exception and go on: see `DistributedDataParallel.cancel`.
         """

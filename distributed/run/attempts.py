@@ -85,7 +85,7 @@ class RunAttempt(Generic[T]):
         self._waited = attempt.comm.waited_seconds
 
     def commit(self, loss: float, *, take: bool = True, **more: float) -> None:
-        """Log what the step did, and let the optimizer step once all ranks have come so far. Collective.
+        """Log what the step did, and step once all ranks have come so far. Collective.
 
         Args:
             loss: of all ranks, the same on each.
@@ -135,7 +135,10 @@ class AttemptLoop(Generic[T]):
         return _Parts(training, checkpoints)
 
     def restore(self, parts: _Parts[T]) -> int:
-        """Load what the run goes on from; return the number of steps that are done. Collective."""
+        """Load what the run goes on from. Collective.
+
+        Returns the number of steps that are done.
+        """
         self._saved = self.run.load(
             parts.checkpoints, parts.training.data, parts.optimizer, again=self.parts is not None
         )

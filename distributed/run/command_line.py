@@ -44,7 +44,9 @@ class Saved:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script; what it was given and what it cannot have, such as memory or a file, are one line and exit code 2.
+    """Run a script, and end with one line and exit code 2 where it cannot go on.
+
+    That is where its flags are wrong, or where it cannot have what it needs, such as memory or a file.
 
     `python -X dev` shows where it was instead.
     """
@@ -58,7 +60,9 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | None = None) -> S:
-    """Read and check the command line; end the run with one line and exit code 2 if something is wrong with it.
+    """Read and check the command line.
+
+    Ends the run with one line and exit code 2 if something is wrong with it.
 
     A run that is resumed has the settings that it was started with, but for those that are given anew.
     """
@@ -119,7 +123,9 @@ def _settings_in(run: Path) -> Path | None:
 
 
 def read_saved(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
-    """Read the settings that a run was started with, but for those that are of one start alone.
+    """Read the settings that a run was started with.
+
+    Without those that are of one start alone.
 
     Args:
         path: the settings of a run, or the manifest of a checkpoint of one.

@@ -34,7 +34,10 @@ class Bounds:
     below: float | None = None
 
     def broken_by(self, value: float) -> str:
-        """Return what the value should be and is not, such as "at least 1"; empty where all holds."""
+        """Return what the value should be and is not, such as "at least 1".
+
+        Empty where all holds.
+        """
         kept = {
             f"at least {self.at_least}": self.at_least is None or value >= self.at_least,
             f"above {self.above}": self.above is None or value > self.above,
@@ -96,7 +99,10 @@ def flag_of(field_name: str) -> str:
 
 
 def listed_values(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Return the choices, or the words, of each flag that has some, by the name of its field."""
+    """Return the choices of each flag that has some, by the name of its field.
+
+    Or the words that it takes.
+    """
     listed = {f.name: f.metadata["choices"] or tuple(f.metadata["words"]) for f in fields(kind)}
     return {name: values for name, values in listed.items() if values}
 

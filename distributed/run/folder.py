@@ -41,7 +41,9 @@ NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524}
 
 
 class RunFolder:
-    """A folder that one process at a time runs in: until `close`, or its end, others are kept out.
+    """A folder that one process at a time runs in.
+
+    Others are kept out until `close`, or until the process ends.
 
     Args:
         path: None makes a new folder in runs/.
@@ -110,7 +112,9 @@ class RunFolder:
         goes_on: bool,
         last: dict[str, Any] | None = None,
     ) -> None:
-        """Write the settings, and the metrics up to the step `first`, from which on `write_metrics` adds to them.
+        """Write the settings, and the metrics of the steps before `first`.
+
+        From there on `write_metrics` adds to them.
 
         Args:
             last: the line of the step before, for the case that who was to write it has died over it.
@@ -129,7 +133,9 @@ class RunFolder:
             (self.path / SUMMARY).unlink(missing_ok=True)
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Write what a step did: a kill leaves at least the lines of the checkpoint that it leaves.
+        """Write what a step did.
+
+        A kill leaves at least the lines of the checkpoint that it leaves.
 
         Raises:
             OSError: the disk is full, or the folder was removed.
@@ -148,7 +154,9 @@ class RunFolder:
             path.write_text(to_json(summary, indent=2) + "\n")
 
     def draw(self, events: Sequence[Event] | None, step: int, *, loss_unit: str) -> list[str]:
-        """Draw the metrics, and what ran when in a recorded step; of a pipeline also when it should have.
+        """Draw the metrics, and what ran when in a recorded step.
+
+        Of a pipeline also when it should have.
 
         A picture is never worth a run: what goes wrong with one, whatever it is, comes back as a line.
         """

@@ -9,7 +9,9 @@ from distributed.protocols import HasState
 
 
 class JoinedState:
-    """Several objects with a state as one, that of the data with the others in it by name.
+    """Several objects with a state as one.
+
+    It is the state of the data, with the others in it by name.
 
         training.data = JoinedState(batches, loss_scale=scale)
 

@@ -75,7 +75,9 @@ class Plot(NamedTuple):
 
 
 def draw_plots(folder: str | PathLike[str], *, loss_unit: str = "nats a byte") -> list[Path]:
-    """Draw loss, throughput and exposed communication of the run in `folder`, as PNG files beside its metrics.jsonl.
+    """Draw loss, throughput and exposed communication of a run.
+
+    PNG files in `folder`, beside its metrics.jsonl.
 
     Returns:
         The files; those of them that this run has numbers for.
@@ -132,7 +134,10 @@ def speed_text(speed: float) -> str:
 
 
 def marks_of(metrics: Metrics) -> list[tuple[int, str]]:
-    """Return the steps with which another process began, and what it changed in the layout."""
+    """Return the steps with which another process began.
+
+    With what it changed in the layout.
+    """
     begun = [(row["step"], _layout(row)) for row in metrics if row.get("ranks")]
     return [
         (step, "resumed" if layout == before else f"on as {layout}")
@@ -177,7 +182,9 @@ def curve_of(metrics: Metrics, key: str) -> Curve:
 
 
 def smooth(curve: Curve) -> Curve:
-    """Return the running median over a twenty-fifth of the run, at no more points than a picture can show.
+    """Return the running median over a twenty-fifth of the run.
+
+    At no more points than a picture can show.
 
     The window is centred, and cut off where it would reach beyond the run.
     """
@@ -189,7 +196,10 @@ def smooth(curve: Curve) -> Curve:
 
 
 def limits(plot: Plot, line: Curve) -> tuple[float, float]:
-    """Return the ends of the axis: all but single outliers lie between them, infinities outside."""
+    """Return the ends of the axis.
+
+    All values but single outliers lie between them; infinities lie outside.
+    """
     curves = [plot.curve, line] + ([plot.points] if plot.points is not None else [])
     values, *shown = (curve.values[np.isfinite(curve.values)] for curve in curves)
     if not len(values):

@@ -13,7 +13,10 @@ from minigrad.json_files import as_kind
 
 
 def warnings_of(loaded: Checkpoint) -> list[str]:
-    """Say what whoever goes on should know: checkpoints that were passed over, and what begins anew."""
+    """Say what whoever goes on from a checkpoint should know.
+
+    Which newer ones were passed over, and what begins anew.
+    """
     warnings = [f"passed over {reason}" for reason in loaded.refused]
     if loaded.forgets:
         warnings.append(
@@ -23,7 +26,9 @@ def warnings_of(loaded: Checkpoint) -> list[str]:
 
 
 def take_state(loaded: Checkpoint, batches: HasState, settings: RunSettings) -> list[str]:
-    """Put the data where a checkpoint's run was; return the flags that have changed since, old and new.
+    """Put the data where a checkpoint's run was; return which flags have changed.
+
+    Each with its value before and now.
 
     Raises:
         ValueError: the run is to be shorter than what is done, or the checkpoint is of no such run.

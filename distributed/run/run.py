@@ -46,7 +46,9 @@ class HasRecorder(Protocol):
 
 
 class Run:
-    """One training run. Its methods are collective; rank 0 alone prints and writes, but for checkpoints.
+    """One training run.
+
+    Its methods are collective; rank 0 alone prints and writes, but for checkpoints.
 
         run = Run(settings, comm)
         for step in run.steps(model, optimizer, batches):
@@ -101,7 +103,10 @@ class Run:
             print(words, flush=True)
 
     def keep(self, path: str | Path) -> None:
-        """Copy a small file into the run's folder: what whoever reads its checkpoints needs, such as a tokenizer."""
+        """Copy a small file into the run's folder.
+
+        One that whoever reads its checkpoints needs, such as a tokenizer.
+        """
         if self._start_line:  # a newcomer finds it there
             self._on_rank_0(lambda: self._files.keep(Path(path)))
 
@@ -111,7 +116,10 @@ class Run:
             print(words, file=sys.stderr, flush=True)
 
     def steps(self, model: HasTensors, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
-        """Yield the number of each step that is still to be done; between them save, and end early if asked to."""
+        """Yield the number of each step that is still to be done.
+
+        Between them it saves, and ends early if asked to.
+        """
         settings = self.settings
         try:
             folder = self.folder / CHECKPOINTS
@@ -138,7 +146,9 @@ class Run:
         buddy_every: int = 0,
         usable: Callable[[int], int] | None = None,
     ) -> Iterator[RunAttempt[T]]:
-        """Yield attempts at the steps that are still to be done, as `recovering` does, whoever dies; see `attempts.py`.
+        """Yield attempts at the steps that are still to be done, whoever dies.
+
+        As `recovering` does; see `attempts.py`.
 
         Args:
             build: makes model, optimizer, data and whatever a step needs, for the ranks that train.
@@ -169,7 +179,10 @@ class Run:
             self._files = RunFolder(str(self.folder), patient=True)
 
     def load(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer, *, again: bool) -> int:
-        """Load what is to be resumed, or if this happens again the newest checkpoint; return the first step to do."""
+        """Load what is to be resumed; return the first step to do.
+
+        If this happens again, the newest checkpoint.
+        """
         resume = self.settings.resume
         if again and self._on_rank_0(lambda: self._files.last_checkpoint() is not None):
             resume = "auto"
@@ -184,7 +197,7 @@ class Run:
         return True
 
     def begin_metrics(self, first: int, line: dict[str, Any] | None, *, at_start: bool) -> None:
-        """Let the metrics go on at a step; `line` is that of the step before, if there was one, and may be missing."""
+        """Let the metrics go on at a step."""
         if at_start:
             self._on_rank_0(lambda: self._begin(first))
             self._say_how_to_end()
@@ -261,7 +274,9 @@ class Run:
             self._end_early(done)
 
     def log(self, loss: float, **more: float) -> None:
-        """Note what this step did. Every step logs a loss; `more` goes into its line of metrics as it is.
+        """Note what this step did.
+
+        Every step logs a loss; `more` goes into its line of metrics as it is.
 
         A `grad_norm` that is not finite says that no rank took this step, see `StepGuard`; the summary counts them.
         """
@@ -279,7 +294,9 @@ class Run:
 
     @contextmanager
     def recorded(self, whose: HasRecorder, step: int) -> Iterator[None]:
-        """Note what runs when in the last step; `end` draws it as `timeline.*`, a pipeline beside what it should do.
+        """Note what runs when in the last step.
+
+        `end` draws it as `timeline.*`, a pipeline beside what it should do.
 
         Args:
             whose: the pipeline, or the DistributedDataParallel of a model that is in none.
@@ -292,7 +309,7 @@ class Run:
         self._events = whose.recorder.gather(self.comm)
 
     def end(self, **figures: float) -> None:
-        """Sum the run up on the screen and in `summary.json`, with `figures` of your own, unless it was stopped."""
+        """Sum the run up on the screen and in `summary.json`, unless it was stopped."""
         if self.stopped:
             return
         words = self._on_rank_0(lambda: self._sum_up(figures))

@@ -54,7 +54,7 @@ class RunSettings:
 
     @classmethod
     def inherited(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a new run takes over from elsewhere where a flag is not given, by field.
+        """Return what a new run takes over where a flag is not given, by field.
 
         Args:
             given: fields whose flags are.
@@ -64,7 +64,10 @@ class RunSettings:
         return {}
 
     def rules(self, world_size: int) -> Iterator[Rule]:
-        """Yield what must hold between flags on so many ranks; a rule may rely on those before it."""
+        """Yield what must hold between flags on so many ranks.
+
+        A rule may rely on those before it.
+        """
         asked = {
             "--progress bar": (self.progress == "bar", "tqdm", "examples"),
             "--tensorboard": (self.tensorboard, "tensorboardX", "tensorboard"),

@@ -48,7 +48,10 @@ class StepLine:
         self._aside = (self._aside[0] + time.perf_counter() - start, self._aside[1] + comm.waited_seconds - waited)
 
     def mean_wait(self, comm: Communicator, waited: float) -> float | None:
-        """Return how long a rank waited for others in this step, on average; None where there are none. Collective."""
+        """Return how long a rank waited in this step, on average. Collective.
+
+        None where there are no other ranks.
+        """
         if comm.size == 1:
             return None
         return float(comm.allreduce(np.array([waited - self._aside[1]]), op=ReduceOp.MEAN).wait()[0])

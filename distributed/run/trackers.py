@@ -44,7 +44,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a project of Weights & Biases, with this run's name; one that goes on goes on there too.
+    """A run of a project of Weights & Biases, with this run's name.
+
+    A run that goes on goes on there too.
 
     What wandb reads from the environment counts: WANDB_API_KEY, WANDB_MODE=offline and others.
     """

@@ -85,7 +85,9 @@ class _LocalWork(Work):
 
 
 class LocalCommunicator(Communicator):
-    """One thread's end of a communicator; made by LocalWorld.run, by split and by heal.
+    """One thread's end of a communicator.
+
+    LocalWorld.run makes it, and so do split and heal.
 
     Reductions combine in rank order and read the arrays when the last rank has joined, not before: whoever writes
     into an array in flight sees a wrong sum.

@@ -35,7 +35,9 @@ def shared_buffer(
     deterministic: bool,
     allocate: Callable[[int], Allocated],
 ) -> SharedBuffer | None:
-    """Make a buffer that the ranks of each host share, where there is something to share. Collective.
+    """Make a buffer that the ranks of each host share. Collective.
+
+    None where there is nothing to share.
 
     Where only the machine is in the way (space, unequal hosts), rank 0 warns.
 
@@ -66,7 +68,7 @@ def shared_buffer(
 
 
 def allocate_shared(mpi: Any, comm: Any, num_bytes: int) -> Allocated:
-    """Allocate a window of MPI for the ranks of a communicator, which are all on one host. Collective.
+    """Allocate a window of MPI for ranks that are all on one host. Collective.
 
     It lives as long as MPI does, and may be used once every rank is back.
 
@@ -92,7 +94,7 @@ def allocate_shared(mpi: Any, comm: Any, num_bytes: int) -> Allocated:
 
 
 def share_file(ranks: Communicator, num_bytes: int) -> Allocated:
-    """Map a file in memory for the ranks of a communicator, which are all on one host. Collective.
+    """Map a file in memory for ranks that are all on one host. Collective.
 
     Args:
         num_bytes: of each rank's part.
