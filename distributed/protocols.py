@@ -21,7 +21,7 @@ class HasTensors(Protocol):
 class HasMemories(HasTensors, Protocol):
     """A model with what belongs to the layout that it is trained in.
 
-    That can begin anew in another one.
+    It can begin anew in another one.
     """
 
     def memories(self) -> Iterable[Buffer]: ...

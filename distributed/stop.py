@@ -46,7 +46,7 @@ class StopRequest:
     def agreed(self) -> bool:
         """Return whether any rank was asked to stop. Collective.
 
-        One small message, once a step.
+        It costs one small message, once a step.
         """
         requested = np.array([self._requested], np.int64)
         return bool(self._comm.allreduce(requested, op=ReduceOp.MAX).wait()[0])

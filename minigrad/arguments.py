@@ -17,7 +17,7 @@ from minigrad.backend import Array, xp_of
 def as_int(value: Any) -> int | None:
     """Return `value` if it is one integer, NumPy's included; else None.
 
-    Several integers are none.
+    Something else is a float, for example, or several integers.
     """
     try:
         return operator.index(value)

@@ -68,7 +68,7 @@ def place(array: Array, device: str) -> Array:
 def use_gpu(index: int) -> None:
     """Make a GPU the current one of this process.
 
-    Number `index`, modulo the number that there are.
+    It is number `index`, modulo how many there are.
 
     Raises:
         ModuleNotFoundError: CuPy is not installed.
@@ -91,7 +91,7 @@ def gpu_name() -> str:
 def gpu_bus_id() -> str:
     """Return what tells the current GPU from all others of this host.
 
-    With the host's name.
+    Together with the host's name it is one of all GPUs of the job.
     """
     import platform
 

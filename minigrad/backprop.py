@@ -33,7 +33,7 @@ Steps = Generator[None, None, T]
 def backward(loss: Tensor) -> None:
     """Compute the gradient of a scalar loss, and add it to the leaves' `.grad`.
 
-    Of every leaf that it depends on.
+    They are all leaves that it depends on.
 
     Frees the tape as it goes.
 
@@ -56,6 +56,13 @@ def backward_with_hooks(
     """Run `backward`, and call hooks on the way: see `Hooks`.
 
     `hooks` come first, then the ones given by keyword. An exception in a hook reaches the caller.
+
+    Args:
+        loss: a scalar.
+        hooks: a bundle of hooks, such as `ddp.hooks(...)`.
+        on_start: called with the parameters that this backward will reach, before the first vjp.
+        on_grad_ready: called with each of them when its gradient is final, between two vjps.
+        between_ops: called after each op.
     """
     if on_start or on_grad_ready or between_ops:
         hooks = (hooks or Hooks()) + Hooks(on_start, on_grad_ready, between_ops)
@@ -77,9 +84,13 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
 def backward_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[None]:
     """Do as `backward_with_grad`, one op at a time.
 
-    So something else can run in between.
+    Something else can run in between. It must change no value that the tape needs; with a `between_ops` hook it is
+    refused when it does.
 
-    It must change no value that the tape needs; with a `between_ops` hook it is refused when it does.
+    Args:
+        output: a tensor, or several.
+        grad: its cotangent, of its shape; of several one for each.
+        hooks: called on the way.
     """
     root, g = _root(output, grad, hooks.share)
     with hooks.told_of_errors():
@@ -102,6 +113,9 @@ def backward_input_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[De
     """Do as `backward_input`, one op at a time, as `backward_steps` does.
 
     The generator returns what is left to do.
+
+    Args:
+        output, grad, hooks: see `backward_steps`.
     """
     root, g = _root(output, grad, hooks.share)
     nodes = collect(root)
@@ -119,7 +133,7 @@ def backward_input_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[De
 def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks: Hooks | None = None) -> None:
     """Do the weight half (W) of a backward: gradients of parameters.
 
-    With the hooks of `backward_with_hooks`.
+    It calls hooks as `backward_with_hooks` does.
 
     Args:
         deferred: of one backward or of several. Several are walked side by side, so that a parameter is ready long
@@ -156,7 +170,7 @@ def to_the_end(steps: Iterator[None]) -> Any:
 def reached_parameters(output: Output) -> list[Parameter]:
     """Return the parameters that a backward from `output` will reach, each once.
 
-    One tensor, or several.
+    `output` is one tensor, or several.
     """
     outputs = (output,) if isinstance(output, Tensor) else output
     nodes = dict.fromkeys(node for x in outputs if x.requires_grad for node in collect(_node(x)))

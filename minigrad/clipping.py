@@ -19,7 +19,7 @@ from minigrad.parameter import Parameter, check_usable
 def grad_square_sum(params: Iterable[Parameter]) -> float:
     """Return the sum of squares of all gradients.
 
-    Of ranks that hold different parameters the sums add.
+    Sums of ranks that hold different parameters add.
 
     It is added up in float64, so that it is finite for all finite gradients but the largest of float64.
 
@@ -42,6 +42,10 @@ def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> 
 
     A norm that is infinite or nan scales nothing: gradients of 0 would hide it.
 
+    Args:
+        params: whose gradients are scaled.
+        norm: of the whole model's gradient.
+        max_norm: above 0; infinity scales nothing.
     Raises:
         ValueError: max_norm is not positive.
     """
@@ -49,7 +53,12 @@ def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> 
 
 
 def clip_arrays(grads: Iterable[Array], norm: float, max_norm: float) -> None:
-    """Scale gradients, (n,) each, as `scale_to_norm` does those of parameters."""
+    """Scale gradients, (n,) each, as `scale_to_norm` does those of parameters.
+
+    Args:
+        grads: scaled in place.
+        norm, max_norm: see `scale_to_norm`.
+    """
     check_max_norm(max_norm)
     if norm > max_norm and math.isfinite(norm):
         for grad in grads:
@@ -102,7 +111,7 @@ def grad_norm(params: Sequence[Parameter]) -> float:
 def norm_of(grads: Iterable[Array]) -> float:
     """Return the norm of some gradients together.
 
-    Also where their squares overflow or vanish.
+    It is right also where their squares overflow or vanish.
     """
     grads = [grad for grad in grads if grad.size]
     total = _square_sum(grads)

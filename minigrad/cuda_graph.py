@@ -30,7 +30,7 @@ NUM_WARMUP_CALLS = 2
 class CapturedStep:
     """Calls a training step, as a CUDA graph once it knows it.
 
-    From the third call with inputs of a shape on.
+    That is from the third call with inputs of a shape on.
 
         def step(x, y):
             optimizer.zero_grad()
@@ -99,7 +99,7 @@ class CapturedStep:
     def pool_bytes(self) -> int:
         """Memory that the graphs hold.
 
-        Beside parameters, gradients and the optimizer's state.
+        Parameters, gradients and the optimizer's state come on top.
         """
         return sum(shape.pool.total_bytes() for shape in self._shapes.values())
 

@@ -129,7 +129,7 @@ class FlatBuffer:
     def open_grad(self, p: Parameter) -> Array:
         """Return memory for the gradient of a parameter that has none.
 
-        With it that of its whole part.
+        That of its whole part comes with it.
         """
         part = self._part_of[p]
         memory = xp_of(self.data).empty(part.stop - part.start, self.grad.dtype)
@@ -146,7 +146,11 @@ class FlatBuffer:
             p.place_grad(None)
 
     def grad_slice(self, start: int, stop: int) -> Array:
-        """Return the memory of gradients from `start` to `stop`, a view; within one part."""
+        """Return the memory of gradients from `start` to `stop`, a view; within one part.
+
+        Args:
+            start, stop: in elements of the flat.
+        """
         for part, memory in self._part_grads.items():
             if part.start <= start and stop <= part.stop:
                 return memory[start - part.start : stop - part.start]
@@ -186,7 +190,7 @@ class FlatBuffer:
     def adopt(params: Iterable[Parameter]) -> list[FlatRange]:
         """Give the parameters without an owner one.
 
-        New flats, one for each dtype, in reverse parameter order.
+        They get new flats, one for each dtype, in reverse parameter order.
 
         Those that have an owner stay where they are. The same parameter given twice counts once.
 
@@ -210,7 +214,7 @@ class FlatBuffer:
     def ranges_of(params: Iterable[Parameter]) -> list[FlatRange]:
         """Return the fewest contiguous ranges that hold exactly these parameters.
 
-        Moves nothing.
+        It moves nothing.
 
         Args:
             params: in the order of the model, each with an owner.
@@ -286,7 +290,11 @@ class FlatRange:
         return self.flat.grad_slice(self.start, self.stop)
 
     def cut(self, start: int, stop: int) -> FlatRange:
-        """Return a part of this range, which may begin and end inside parameters."""
+        """Return a part of this range, which may begin and end inside parameters.
+
+        Args:
+            start, stop: in elements of the flat, within this range.
+        """
         inside = tuple([p for p in self.params if p.start < stop and start < p.stop])
         return FlatRange(self.flat, start, stop, inside)
 

@@ -18,7 +18,7 @@ def value_and_grad(
 ) -> Callable[..., tuple[Array, Any]]:
     """Return a function that gives a function's value and its gradients.
 
-    By some of its arguments.
+    The gradients are by some of its arguments.
 
         value, grad = value_and_grad(lambda w: mg.sum(w * w))(np.array([1.0, 2.0]))    # 5.0, [2.0, 4.0]
 

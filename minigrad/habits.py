@@ -290,6 +290,10 @@ def teach(owner: type, table: Mapping[str, str]) -> None:
     """Let a class answer the names of a table that are none of its own.
 
     `dir` does not list them.
+
+    Args:
+        owner: the class.
+        table: name -> what to write in its place.
     """
     foreign = {name: Foreign(advice) for name, advice in table.items() if not hasattr(owner, name)}
     for name, attribute in foreign.items():
@@ -317,7 +321,13 @@ def missing_name(package: str) -> Callable[[str], NoReturn]:
 
 
 def check_options(name: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise a TypeError if an option is none of those that `name` has."""
+    """Raise a TypeError if an option is none of those that `name` has.
+
+    Args:
+        name: of the function.
+        given: the options of one call.
+        known: those that it has.
+    """
     for option in given:
         if option not in known:
             advice = OPTIONS.get(option, "")

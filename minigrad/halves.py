@@ -39,6 +39,12 @@ def defer_weights(node: Node, edges: Iterable[Edge], g: Array, deferred: Deferre
     """Leave the edges of a node into weights to the weight half; return the others.
 
     The number stays, so that contributions arrive in the same order as in a whole backward.
+
+    Args:
+        node: whose vjps the walk is about to run.
+        edges: out of it.
+        g: the cotangent of its output.
+        deferred: where the others are kept.
     """
     edges = list(edges)
     weight_edges = [edge for edge in edges if edge[0].weight_side]
@@ -54,6 +60,9 @@ def side_by_side(tapes: Sequence[Sequence[Node]]) -> Sequence[Node]:
 
     Each parameter gets all contributions of one tape before those of the next, as if tapes were walked one after the
     other: sums keep their bits. Where a tape has several uses of a parameter, the next tape waits before its first.
+
+    Raises:
+        RuntimeError: a tape was walked before.
     """
     if len(tapes) == 1:
         return tapes[0]

@@ -24,7 +24,15 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def parse_json(content: bytes | str, kind: type[T], where: str) -> T:
-    """Parse what `where` holds, see `read_json`."""
+    """Parse what `where` holds, see `read_json`.
+
+    Args:
+        content: JSON.
+        kind: its schema.
+        where: the file, for errors.
+    Raises:
+        ValueError: it is no JSON, or of another kind.
+    """
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -33,7 +41,15 @@ def parse_json(content: bytes | str, kind: type[T], where: str) -> T:
 
 
 def as_kind(value: Any, kind: type[T], where: str) -> T:
-    """Hold what JSON said against a schema, see `read_json`."""
+    """Hold what JSON said against a schema, see `read_json`.
+
+    Args:
+        value: of dicts, lists, text and numbers.
+        kind: the schema.
+        where: it was, for errors.
+    Raises:
+        ValueError: it is of another kind.
+    """
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:

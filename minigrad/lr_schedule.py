@@ -40,5 +40,10 @@ def warmup_cosine(
 
 
 def scaled(lr: float | Callable[[int], float], factor: float) -> float | Callable[[int], float]:
-    """Return a learning rate times a factor, such as that of a group of parameters."""
+    """Return a learning rate times a factor, such as that of a group of parameters.
+
+    Args:
+        lr: a number, or a function of the step.
+        factor: on it.
+    """
     return (lambda step: factor * lr(step)) if callable(lr) else factor * lr

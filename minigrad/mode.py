@@ -16,14 +16,28 @@ if TYPE_CHECKING:
 class OpHook(Protocol):
     """Somebody who runs every op, to measure it or to look at it.
 
-    Or to do something after it: see `op_hooks.py`.
+    It may also do something after each: see `op_hooks.py`.
     """
 
     def forward(self, name: str, function: Any, arrays: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Seen]:
-        """Run an op's function."""
+        """Run an op's function.
+
+        Args:
+            name: of the op.
+            function: its author's, which takes arrays and options.
+            arrays, kwargs: of this call.
+        Returns:
+            The output, its vjps, and what to remember on the node.
+        """
 
     def backward(self, node: Node, vjp: Any, g: Array) -> Any:
-        """Run `vjp(g)` for a node and return what it gives."""
+        """Run `vjp(g)` for a node and return what it gives.
+
+        Args:
+            node: whose vjp it is.
+            vjp: takes a cotangent.
+            g: the cotangent of the node's output.
+        """
 
     def module(self, module: Any) -> AbstractContextManager[None]:
         """Run a module's call inside this."""
@@ -72,7 +86,7 @@ def enable_grad() -> Iterator[None]:
 def hooked_by(hook: OpHook) -> Iterator[None]:
     """Let `hook` run every op inside, forward and backward.
 
-    Instead of the hook outside.
+    The hook outside sees none of them.
     """
     with _set_mode(current_mode.get()._replace(hook=hook)):
         yield

@@ -63,7 +63,7 @@ class Groups(DividingRule):
     def check(self, params: Sequence[Parameter]) -> None:
         """Check that no parameter is in two groups.
 
-        And that the optimizer has each that a group lists.
+        The optimizer must have each that a group lists.
 
         Raises:
             ValueError: names the parameter.

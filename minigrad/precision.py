@@ -174,7 +174,11 @@ class LossScale(StepGuard):
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a `state_dict`."""
+        """Go on from a `state_dict`.
+
+        Raises:
+            ValueError: it is no such state.
+        """
         names = ("value", "num_good", "num_skipped", "num_in_a_row")
         if not isinstance(state, Mapping) or state.keys() != set(names):
             raise ValueError(f"a state of a loss scale must have {', '.join(names)}, got {state!r}")

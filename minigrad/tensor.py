@@ -260,6 +260,11 @@ def made_by(node: Node | None, data: Array, weight_side: bool | None) -> Tensor:
     """Return the output of an op.
 
     It is `Tensor(data)` without its checks, on the tape if there is a node.
+
+    Args:
+        node: that recorded the op; None where nothing was recorded.
+        data: its output.
+        weight_side: whether it depends on parameters alone; None for numbers.
     """
     tensor = Tensor.__new__(Tensor)
     tensor._data = data

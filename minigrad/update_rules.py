@@ -113,9 +113,14 @@ class AdamW(TakesALearningRate):
         kernels_of_runs(data, grad, m, v).adamw(data, grad, m, v, beta1, beta2, rate, eps, keep)
 
     def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:
-        """Return what does whole steps where `data` is, or None.
+        """Return what does whole steps on the device of `data`, or None.
 
-        On a GPU it is one kernel; see `reference.adamw_step`.
+        See `reference.adamw_step`.
+
+        Args:
+            data: (n,) what is updated.
+            max_norm: to which gradients are clipped on the way; None does not clip.
+            loss_scale: what the gradients were multiplied by; None for 1.
         """
         return kernels_of(data).adamw_step(self.betas, self.eps, self.weight_decay, max_norm, loss_scale)
 
@@ -139,7 +144,10 @@ class Adam(AdamW):
     def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:
         """Return what does whole steps, if there is no weight decay.
 
-        On a GPU weights decay as AdamW's do.
+        On a GPU they decay weights as AdamW does, so with weight decay there is none.
+
+        Args:
+            data, max_norm, loss_scale: see `AdamW.whole_step`.
         """
         return None if self.weight_decay else super().whole_step(data, max_norm, loss_scale)
 
@@ -164,7 +172,7 @@ class DividingRule:
     def check(self, params: Sequence[Parameter]) -> None:
         """Raise ValueError if it does not fit all parameters of an optimizer.
 
-        Of which `divide` may see a share.
+        `divide` may see only a share of these.
         """
 
     def init(self, data: Array) -> dict[str, Array]:
@@ -175,7 +183,12 @@ class DividingRule:
 
 
 def divided(part: FlatRange, rule: Rule) -> Iterator[tuple[FlatRange, Rule]]:
-    """Cut a part of the memory into what one rule each updates."""
+    """Cut a part of the memory into what one rule each updates.
+
+    Args:
+        part: of one flat.
+        rule: that it is for; one that is several is asked.
+    """
     if isinstance(rule, DividingRule):
         for own_part, own in rule.divide(part):
             yield from divided(own_part, own)

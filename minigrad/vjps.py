@@ -50,7 +50,7 @@ def constant(c: Array) -> Vjp:
 class AddingVjp:
     """The vjp of an input that can also add to what other uses have given.
 
-    In the same pass.
+    It does so in the same pass.
 
     So the gradient of what passes a norm by is not read and written once more.
 
@@ -74,7 +74,7 @@ class AddingVjp:
 class WeightVjp:
     """The vjp of a weight that can also write straight into the gradient's memory.
 
-    In the gradient's own dtype.
+    It writes in the gradient's own dtype.
 
     So no gradient is copied, and where weights are of half precision theirs are summed up in float32.
 
@@ -116,7 +116,7 @@ class Replay:
 def kept_arrays(held: Any) -> Iterator[Array]:
     """Yield the arrays that a vjp keeps alive through closures.
 
-    Or a container of vjps.
+    `held` is a vjp, or a container of vjps.
     """
     if isinstance(held, (tuple, list)):
         for item in held:

@@ -40,6 +40,9 @@ def walk(
         cotangents: of the nodes that have no consumer among `nodes`; emptied.
         versions: of memory outside the tape that vjps may read, beside that which `nodes` tell of; added to.
         deferred: if given, edges into weights are not followed but left here, as smaller nodes with their cotangents.
+    Raises:
+        RuntimeError: a value that a vjp keeps was changed in place since the forward, or the tape was walked before.
+        ValueError: a vjp gave a contribution of another shape than its leaf.
     """
     leaves = leaf_uses(nodes)
     pending: dict[Any, int] = {}

@@ -181,7 +181,7 @@ class Checkpointer:
     def own_folder(self) -> None:
         """Take the checkpoints that there are for this run's own.
 
-        Though none was loaded. Not collective; on all ranks.
+        It is for ranks that loaded none. Not collective, but all ranks call it.
 
         For a run that has its state from elsewhere: from ranks that live, after a death.
         """

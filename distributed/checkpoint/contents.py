@@ -160,7 +160,11 @@ class Contents:
 def same_memories(saved: Mapping[str, Stored], plan: Mapping[str, Stored]) -> bool:
     """Return whether a checkpoint has just the memories of this layout.
 
-    Those of all ranks.
+    They are those of all ranks.
+
+    Args:
+        saved: what is in the checkpoint, by name.
+        plan: what all ranks have.
     """
     return _memories(saved) == _memories(plan)
 

@@ -175,6 +175,11 @@ def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
     Those that it makes dispensable are removed.
 
     A run that went back to an older checkpoint replaces what came after it: steps are in the order of their saving.
+
+    Args:
+        unfinished: the folder.
+        manifest: written into it.
+        keep_last: how many checkpoints stay.
     """
     content = asdict(manifest)
     head = {"format": FORMAT, "version": VERSION, "crc32": _checksum_of_json(content)}

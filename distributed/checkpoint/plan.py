@@ -78,7 +78,7 @@ class Held:
 def divide(held: Sequence[Mapping[str, Held]]) -> dict[str, Stored]:
     """Decide who saves what.
 
-    The largest first, each by the least laden of the ranks that hold it.
+    The largest tensors go first, each to the least laden of the ranks that hold it.
 
     Args:
         held: by rank, then by name.

@@ -380,7 +380,7 @@ class Communicator(ABC):
     def calls_about(self, what: str) -> Iterator[None]:
         """Say what the collectives launched inside the `with` are about.
 
-        Such as a bucket of gradients.
+        A bucket of gradients, for example.
 
         Where ranks compare their calls they compare this too, and an error names it: two ranks that reduce as many
         numbers of something else are found.

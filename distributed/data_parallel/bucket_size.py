@@ -55,9 +55,13 @@ class Link:
     def fit(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
         """Return the line closest to what was measured.
 
-        By least squares of the relative error.
+        It has the least squares of the relative error.
 
         Of the absolute error the largest message would decide alone, and the latency would be its noise.
+
+        Args:
+            sizes: of the messages, in bytes.
+            seconds: that an allreduce of each took.
         """
         times = np.maximum(seconds, 1e-9)  # a clock may stand still
         lines = np.stack([np.ones(len(times)), np.asarray(sizes, float)], axis=1) / times[:, None]
@@ -84,7 +88,7 @@ class BucketChoice:
 def choose_bucket_bytes(comm: Communicator, params: Sequence[Parameter], backward_seconds: float) -> BucketChoice:
     """Choose the bucket size that leaves least after the backward. Collective.
 
-    Measures the link first.
+    It measures the link first.
 
     Args:
         comm: the ranks that average gradients; an allreduce is measured, whatever a comm hook sends instead.
@@ -127,7 +131,7 @@ def measure_link(comm: Communicator, xp: ModuleType = np) -> Link:
 def best_bucket_bytes(latency: float, seconds_a_byte: float, num_bytes: int, backward_seconds: float) -> int:
     """Return the power of two whose buckets leave least after the backward.
 
-    From `SMALLEST_BYTES` on.
+    It is `SMALLEST_BYTES` at least.
 
     Of equals the largest, which is fewest messages. The first power that holds all gradients is the last one tried.
 
@@ -155,6 +159,13 @@ def exposed_seconds(
     """Return how long after the backward its gradients are reduced.
 
     The equations are in this file's docstring.
+
+    Args:
+        bucket_bytes: the size of a bucket.
+        latency: seconds that a message takes, however short.
+        seconds_a_byte: that it takes beside these.
+        num_bytes: of all gradients.
+        backward_seconds: of computing alone.
     """
     if num_bytes == 0:
         return 0.0

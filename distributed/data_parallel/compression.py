@@ -74,7 +74,12 @@ class ErrorFeedback(FeedbackHook):
         return grad
 
     def narrowed(self, rows: Array, kept: Buffer) -> Array:
-        """Return (size, bytes) what travels of each row, and keep the rest."""
+        """Return what travels of each row, (number of rows, bytes), and keep the rest.
+
+        Args:
+            rows: (number of rows, n), each scaled by itself.
+            kept: as many numbers; overwritten with what does not travel.
+        """
         xp = xp_of(rows)
         scales = (abs(rows).max(axis=1, initial=0) / self._largest).astype(np.float32)
         broken = ~xp.isfinite(scales)
@@ -87,7 +92,12 @@ class ErrorFeedback(FeedbackHook):
         return xp.concatenate([codes.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
 
     def widened(self, packed: Array, dtype: Any) -> Array:
-        """Return the rows that `narrowed` packed."""
+        """Return the rows that `narrowed` packed.
+
+        Args:
+            packed: (number of rows, bytes).
+            dtype: of the result.
+        """
         xp = xp_of(packed)
         codes = xp.ascontiguousarray(packed[:, :-_SCALE_BYTES]).view(self._dtype)
         scales = xp.ascontiguousarray(packed[:, -_SCALE_BYTES:]).view(np.float32)

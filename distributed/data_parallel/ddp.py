@@ -165,6 +165,9 @@ class DistributedDataParallel:
 
         (size, 2); a weight is NOT_GIVEN where there is none. See `hooks`.
 
+        Args:
+            num_samples: of this rank; see `hooks`.
+            weight: of this rank's loss; see `hooks`.
         Raises:
             RuntimeError: the last backward is not over.
         """
@@ -179,6 +182,10 @@ class DistributedDataParallel:
         See `hooks`.
 
         Collective where the weights are checked.
+
+        Args:
+            counts: what `count_samples` returned.
+            mean_over: see `hooks`.
         """
         own = Share.of(self.comm.rank, counts)
         self._num_backwards += 1
@@ -369,7 +376,7 @@ class DistributedDataParallel:
 def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
     """Check that all ranks have the same parameters at the same places. Collective.
 
-    The same bucket, and the same place of it and of memory.
+    They lie in the same place of the same bucket, and of memory.
 
     Raises:
         ValueError: names the first bucket that differs, and what two ranks have; the same message on every rank.

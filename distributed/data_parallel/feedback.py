@@ -104,7 +104,14 @@ class FeedbackHook(ABC):
 
 
 def own_buffer(part: FlatRange, what: str, shape: tuple[int, ...], rank: int, size: int) -> Buffer:
-    """Return zeros that this rank alone keeps of a bucket."""
+    """Return zeros that this rank alone keeps of a bucket.
+
+    Args:
+        part: the bucket's parameters.
+        what: it is, for its name.
+        shape: of the zeros.
+        rank, size: of this rank among those that reduce the bucket; in the name too.
+    """
     grad = part.grad
     return Buffer(xp_of(grad).zeros(shape, grad.dtype), f"{part.params[0].name}.kept_{what}_{rank}_of_{size}")
 
@@ -154,7 +161,12 @@ class WithState:
 
 
 def allreduce_bytes(num_bytes: int, size: int) -> int:
-    """Return what each rank sends where an allreduce sends least."""
+    """Return what each rank sends where an allreduce sends least.
+
+    Args:
+        num_bytes: of the array.
+        size: number of ranks.
+    """
     return 2 * num_bytes * (size - 1) // size
 
 

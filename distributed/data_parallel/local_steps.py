@@ -220,7 +220,7 @@ class LocalSteps:
     def unpack(self) -> None:
         """Let the model have this rank's own weights again. Collective.
 
-        After a `pack`, or from what was loaded.
+        It is for after a `pack`, and after a load.
         """
         for number, fragment in enumerate(self._fragments):
             for piece in fragment:

@@ -66,7 +66,14 @@ class Reduction:
     def buckets(
         self, params: Sequence[Parameter], comm: Communicator, *, last: Sequence[Parameter], recorder: Recorder
     ) -> GradientBucketManager:
-        """Return the buckets; see `GradientBucketManager`."""
+        """Return the buckets; see `GradientBucketManager`.
+
+        Args:
+            params: of the model, in its order.
+            comm: the ranks that hold replicas.
+            last: parameters whose buckets are launched after all others.
+            recorder: notes when buckets travel.
+        """
         options = BucketOptions(bucket_bytes=self.bucket_bytes, last=last, comm_hook=self.comm_hook, recorder=recorder)
         return self._kind(comm.size)(params, comm, **options)
 

@@ -15,7 +15,12 @@ NO_SAMPLES = -sys.float_info.max  # what travels for the weight of a rank that t
 
 
 def count(num_samples: int, weight: float | None) -> Array:
-    """Return what a rank tells the others, (2,): its samples, and its weight."""
+    """Return what a rank tells the others, (2,): its samples, and its weight.
+
+    Args:
+        num_samples: of this rank in this step.
+        weight: over how many things its loss is the mean; None where these are the samples.
+    """
     return np.array([num_samples, NOT_GIVEN if weight is None else weight], np.float64)
 
 

@@ -159,7 +159,7 @@ class Trainer:
     def recorder(self) -> Recorder:
         """Notes what runs when inside `with trainer.recorder:`.
 
-        Over as many steps as wanted.
+        The `with` may go around as many steps as wanted.
         """
         return self.ddp.recorder
 
@@ -171,7 +171,7 @@ class Trainer:
     def broadcast_params(self) -> None:
         """Overwrite the parameters of every rank with rank 0's. Collective.
 
-        For example after loading them there.
+        It is for weights that were loaded there, for example.
         """
         broadcast_params(self.ddp.params, self.ddp.comm)
 
@@ -186,7 +186,7 @@ class Trainer:
     ) -> TrainingMetrics | None:
         """Take gradients that something else has computed for those of one loss.
 
-        Then goes on as `backward_and_step` does.
+        It goes on as `backward_and_step` does.
 
         Args:
             gradients: of the mean loss over this rank's samples, by name of the parameter; zeros where there is none.
@@ -217,7 +217,7 @@ class Trainer:
     def end_step(self) -> TrainingMetrics | None:
         """Step with the losses accumulated so far.
 
-        As at the end of an epoch, where the last group may not be full.
+        It is for the end of an epoch, where the last group may not be full.
 
         Collective: every rank calls it, or is at the last loss of this step. Each rank needs a loss in the group.
 

@@ -65,6 +65,11 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
     Ends the run with one line and exit code 2 if something is wrong with it.
 
     A run that is resumed has the settings that it was started with, but for those that are given anew.
+
+    Args:
+        kind: a dataclass of flags, one a field.
+        description: for `--help`.
+        argv: sys.argv without the program's name by default.
     """
     given = vars(_parser(kind, description).parse_args(argv))
     if RUN in os.environ and launched_by_mpi():  # the launcher has started this job again, after it was lost
@@ -93,6 +98,9 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
 def find_run(run: str | None, resume: str | None) -> tuple[Path | None, str | None]:
     """Find what goes on.
 
+    Args:
+        run: what `--run` says, a folder.
+        resume: what `--resume` says: `auto`, or a checkpoint's folder.
     Returns:
         The file with its settings, None for a new run; and the folder of the run, None for one that is still to be
         made.

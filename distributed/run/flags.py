@@ -101,7 +101,7 @@ def flag_of(field_name: str) -> str:
 def listed_values(kind: type) -> dict[str, tuple[Any, ...]]:
     """Return the choices of each flag that has some, by the name of its field.
 
-    Or the words that it takes.
+    A flag that takes words has those.
     """
     listed = {f.name: f.metadata["choices"] or tuple(f.metadata["words"]) for f in fields(kind)}
     return {name: values for name, values in listed.items() if values}
@@ -110,6 +110,9 @@ def listed_values(kind: type) -> dict[str, tuple[Any, ...]]:
 def check(settings: Settings, world_size: int) -> None:
     """Check each setting, and then that they fit each other and the number of ranks.
 
+    Args:
+        settings: all flags.
+        world_size: number of ranks.
     Raises:
         ValueError: the first rule that is broken, with the values that break it.
     """

@@ -136,7 +136,7 @@ def speed_text(speed: float) -> str:
 def marks_of(metrics: Metrics) -> list[tuple[int, str]]:
     """Return the steps with which another process began.
 
-    With what it changed in the layout.
+    Each comes with what it changed in the layout.
     """
     begun = [(row["step"], _layout(row)) for row in metrics if row.get("ranks")]
     return [
@@ -151,7 +151,12 @@ def _layout(row: dict[str, Any]) -> str:
 
 
 def plots(metrics: Metrics, loss_unit: str) -> Iterator[Plot]:
-    """Choose what to show of a run, and say in each title what it shows."""
+    """Choose what to show of a run, and say in each title what it shows.
+
+    Args:
+        metrics: one a step.
+        loss_unit: nats, say.
+    """
     marks, whole = marks_of(metrics), totals(metrics)
     loss, validation = curve_of(metrics, "loss"), curve_of(metrics, "validation_loss")
     if len(loss.steps):
@@ -175,7 +180,12 @@ def plots(metrics: Metrics, loss_unit: str) -> Iterator[Plot]:
 
 
 def curve_of(metrics: Metrics, key: str) -> Curve:
-    """Return the values of a key, where there are any."""
+    """Return the values of a key, where there are any.
+
+    Args:
+        metrics: one a step.
+        key: a name in them.
+    """
     rows = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
     steps, values = np.array(rows, np.float64).reshape(-1, 2).T
     return Curve(steps, values)
@@ -199,6 +209,10 @@ def limits(plot: Plot, line: Curve) -> tuple[float, float]:
     """Return the ends of the axis.
 
     All values but single outliers lie between them; infinities lie outside.
+
+    Args:
+        plot: what is shown.
+        line: its curve as it is drawn, smoothed.
     """
     curves = [plot.curve, line] + ([plot.points] if plot.points is not None else [])
     values, *shown = (curve.values[np.isfinite(curve.values)] for curve in curves)

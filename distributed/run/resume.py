@@ -15,7 +15,7 @@ from minigrad.json_files import as_kind
 def warnings_of(loaded: Checkpoint) -> list[str]:
     """Say what whoever goes on from a checkpoint should know.
 
-    Which newer ones were passed over, and what begins anew.
+    That is which others were passed over, and what begins anew.
     """
     warnings = [f"passed over {reason}" for reason in loaded.refused]
     if loaded.forgets:
@@ -30,6 +30,10 @@ def take_state(loaded: Checkpoint, batches: HasState, settings: RunSettings) -> 
 
     Each with its value before and now.
 
+    Args:
+        loaded: the checkpoint.
+        batches: whose position is set.
+        settings: of the run that goes on.
     Raises:
         ValueError: the run is to be shorter than what is done, or the checkpoint is of no such run.
     """

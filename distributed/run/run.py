@@ -105,7 +105,7 @@ class Run:
     def keep(self, path: str | Path) -> None:
         """Copy a small file into the run's folder.
 
-        One that whoever reads its checkpoints needs, such as a tokenizer.
+        Whoever reads its checkpoints may need it, such as a tokenizer.
         """
         if self._start_line:  # a newcomer finds it there
             self._on_rank_0(lambda: self._files.keep(Path(path)))
@@ -148,7 +148,7 @@ class Run:
     ) -> Iterator[RunAttempt[T]]:
         """Yield attempts at the steps that are still to be done, whoever dies.
 
-        As `recovering` does; see `attempts.py`.
+        They are those of `recovering`; see `attempts.py`.
 
         Args:
             build: makes model, optimizer, data and whatever a step needs, for the ranks that train.
@@ -181,7 +181,9 @@ class Run:
     def load(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer, *, again: bool) -> int:
         """Load what is to be resumed; return the first step to do.
 
-        If this happens again, the newest checkpoint.
+        Args:
+            checkpoints, batches, optimizer: what is loaded into.
+            again: this run was under way already; then its newest checkpoint is loaded, if it has one.
         """
         resume = self.settings.resume
         if again and self._on_rank_0(lambda: self._files.last_checkpoint() is not None):
@@ -197,7 +199,13 @@ class Run:
         return True
 
     def begin_metrics(self, first: int, line: dict[str, Any] | None, *, at_start: bool) -> None:
-        """Let the metrics go on at a step."""
+        """Let the metrics go on at a step.
+
+        Args:
+            first: the step.
+            line: of the step before, if there was one: it may be missing in the file.
+            at_start: nothing of this run is there yet.
+        """
         if at_start:
             self._on_rank_0(lambda: self._begin(first))
             self._say_how_to_end()
@@ -208,7 +216,13 @@ class Run:
                 self._trackers = Trackers(self.settings, self.folder, first, settings)
 
     def begin_line(self, step: int, learning_rate: float, *, is_first: bool) -> None:
-        """Begin the line of a step."""
+        """Begin the line of a step.
+
+        Args:
+            step: from 0.
+            learning_rate: that it will be taken with.
+            is_first: it is this process's first; then the line says on how many ranks.
+        """
         self.line.begin(step, learning_rate, self._layout() if is_first else {})
 
     def tell(self, recovery: Recovery) -> None:

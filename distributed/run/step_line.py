@@ -59,6 +59,9 @@ class StepLine:
     def end(self, seconds: float, waited: float | None) -> dict[str, Any]:
         """Return the line of the step that has ended.
 
+        Args:
+            seconds: since the step began, those aside too.
+            waited: what `mean_wait` returned.
         Raises:
             RuntimeError: nobody logged a loss.
         """
@@ -77,6 +80,11 @@ class StepLine:
             raise ValueError(f"the loss of step {step} is {self.values['loss']}, and what follows would be too")
 
     def words(self, num_steps: int, seconds: float) -> str:
-        """Return what a progress bar says after so many steps."""
+        """Return what a progress bar says after so many steps.
+
+        Args:
+            num_steps: that this process has done.
+            seconds: that they took.
+        """
         speed = num_steps * self._samples_per_step / seconds
         return f"loss {self.values['loss']:.3f}, {speed:,.0f} {self.samples}/s"
