@@ -47,14 +47,14 @@ print(json.dumps(digest(parameters)), flush=True)
 
 STUCK = """
 import ctypes, signal, sys
-from distributed.comm import mpi_family
+from distributed.comm.mpi import family
 
-mpi_family.STUCK_SECONDS = 0.2
-with mpi_family.dead_if_stuck():
+family.STUCK_SECONDS = 0.2
+with family.dead_if_stuck():
     pass
 assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 print("left in time", flush=True)
-with mpi_family.dead_if_stuck():
+with family.dead_if_stuck():
     ctypes.PyDLL(None).sleep(50)  # with Python's lock held, as mpi4py starts MPI
 """
 

@@ -18,14 +18,14 @@ PROGRAM = """
 import json, os, signal, sys
 from toy_recovery import builder, digest, train
 from distributed import world
-from distributed.comm import mpi_family
+from distributed.comm.mpi import family
 from distributed.recovery import Heal
 
 dies, pp, how = json.loads(sys.argv[1])
 if "MINIGRAD_LOST_AT" in os.environ:  # the launcher has started the job again: now all live
     dies = {}
 if how.pop("spawn_fails", False):
-    mpi_family.MPIFamily._with_newcomers = lambda *_: mpi_family.lose("as the test says")
+    family.MPIFamily._with_newcomers = lambda *_: family.lose("as the test says")
 signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 number = signals[how.pop("signal", "kill")]
 dies = {int(rank): tuple(moment) for rank, moment in dies.items()}
