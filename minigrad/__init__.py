@@ -17,10 +17,10 @@ from minigrad.backprop import (
     backward_with_hooks,
     reached_parameters,
 )
+from minigrad.deferred import DeferredGrads
 from minigrad.flat import FlatBuffer, FlatRange
 from minigrad.functional import value_and_grad
 from minigrad.gradcheck import check_vjp
-from minigrad.halves import DeferredGrads
 from minigrad.hooks import Hooks
 from minigrad.mode import enable_grad, no_grad
 from minigrad.ops import *  # noqa: F403  # the op table's __all__

@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from minigrad.backend import Array, xp_of
+from minigrad.deferred import DeferredGrads, side_by_side
 from minigrad.habits import own_options
-from minigrad.halves import DeferredGrads, side_by_side
 from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
 from minigrad.tape import Node, collect, leaf_uses, node_order, parameter_uses

@@ -2,7 +2,7 @@
 
 A parameter is *ready* when the last of its pending uses is done, and its hook fires right there, between two vjps, so
 that its gradient can travel to other ranks while the rest of the backward computes. Recomputed blocks are replayed in
-their place, and the edges into weights can be left to the weight half (`halves.py`).
+their place, and the edges into weights can be left to the weight half (`deferred.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from minigrad.backend import Array
-from minigrad.halves import DeferredGrads, defer_weights
+from minigrad.deferred import DeferredGrads, defer_weights
 from minigrad.hooks import Hooks
 from minigrad.kernels import kernels_of
 from minigrad.mode import OpHook, current_mode, enable_grad

@@ -20,7 +20,7 @@ from minigrad.backprop import (
     reached_parameters,
     to_the_end,
 )
-from minigrad.halves import DeferredGrads
+from minigrad.deferred import DeferredGrads
 from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter, Sequential
 from minigrad.parameter import Parameter
