@@ -25,6 +25,9 @@ class Tensor:
     Args:
         data: array or nested list; floating point if it requires grad. Not copied.
         requires_grad: whether backward stores this leaf's gradient in `.grad`.
+    Raises:
+        TypeError: the data is a Tensor, or of a dtype with which nothing here computes, or of integers and requires a
+            gradient.
     """
 
     __slots__ = ("__weakref__", "_data", "_fresh", "_grad", "_version", "node", "requires_grad", "weight_side")

@@ -34,7 +34,7 @@ class Heal(Enum):
 class RankFailure(RuntimeError):  # noqa: N818  # what failed is the rank
     """Ranks of this world are dead, so the operation cannot be completed.
 
-    Nor can any other of the world's communicators.
+    No communicator of that world can complete anything any more.
 
     Attributes:
         ranks: those that this rank knows of, numbered as in the world; others may be dead too.

@@ -95,7 +95,7 @@ def forget(folder: Path) -> None:
 def note_end(status: int = 0) -> None:
     """Note that the job came to its end.
 
-    On all ranks, or in an error that all of them have.
+    It came there on all ranks, or with an error that all of them have.
 
     Args:
         status: exit status of the job, 0 if all is well.

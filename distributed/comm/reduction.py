@@ -70,7 +70,7 @@ def divide_mean(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
 def combine(parts: Sequence[Array], op: ReduceOp, out: Array) -> Array:
     """Combine what the ranks hold into `out`, in rank order.
 
-    Without the division of a mean.
+    A mean is not divided yet.
 
     Args:
         parts: (n,) by rank.

@@ -9,7 +9,10 @@ import time
 class WaitClock:
     """Seconds during which at least one wait went on.
 
-    A wait inside a wait, or on a second thread, counts once. with clock: ...  # blocks
+    A wait inside a wait, or on a second thread, counts once.
+
+        with clock:
+            ...  # blocks
 
     Attributes:
         seconds: of the waits that have ended, by an exception too.

@@ -123,13 +123,16 @@ class PipelineExecutor:
                 replicas, `ddp.hooks(weight=sum(weights))`.
         Returns:
             The mean loss of the batch, on every rank.
+        Raises:
+            ValueError: x, y or weights do not fit on some rank; the same message on every rank.
+            RuntimeError: a step before ended in an error on several ranks, or a `forward` still waits for `backward`.
         """
         return self._train(self._begin(Mode.TRAIN, x, y, weights=weights), hooks).loss
 
     def step_on_device(self, x: Batch | None, y: Batch | None, *, hooks: Hooks | None = None) -> Array:
         """Run forward and backward of a batch, and ask the device nothing.
 
-        As `step`, but so that a CUDA graph can have it.
+        It is `step` in a form that a CUDA graph can record.
 
         Args:
             x, y, hooks: as in `step`.
@@ -150,7 +153,7 @@ class PipelineExecutor:
     ) -> PipelineOutput:
         """Run forward and backward of a batch; return what each micro-batch gave.
 
-        Otherwise as `step`.
+        It is `step` in all else.
 
         Args:
             input_grads: whether the gradient of x is wanted too.

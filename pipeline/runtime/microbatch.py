@@ -22,7 +22,7 @@ from minigrad.backend import Array, xp_of
 def split(batch: Array, num_microbatches: int) -> list[Array]:
     """Cut a batch along its first axis into parts of nearly equal size.
 
-    Views; the larger ones come first.
+    They are views; the larger ones come first.
 
     Raises:
         ValueError: there is no batch axis, or there are fewer samples than micro-batches.

@@ -26,7 +26,7 @@ class Killed(BaseException):
 class Job:
     """One run of a world.
 
-    Its lock, its first failure, who waits for what, and who dies.
+    It has the lock, the first failure, who waits for what, and who dies.
 
     Args:
         start: starts a newcomer with this number, in the world of a family.
@@ -59,7 +59,7 @@ class Job:
     def fail(self, error: BaseException) -> None:
         """Let this error be the failure of the job, unless there is one already.
 
-        Wakes every rank that waits.
+        Every rank that waits wakes up.
         """
         with self.changed:
             if self._failure is None:
@@ -139,7 +139,7 @@ class Job:
 class Family:
     """A world and all that was split off it.
 
-    Knows who is dead, how those who live vote, and what comes after it.
+    It knows who is dead, how those who live vote, and what comes after it.
 
     Args:
         members: numbers that its ranks had in the first world of the job.

@@ -106,7 +106,7 @@ class MPIFamily:
     def check(self) -> None:
         """Raise RankFailure if a rank is dead.
 
-        A look at what this rank has been told, no message.
+        It looks at what this rank has been told, and sends no message.
 
         Raises:
             RankFailure: a rank is known to be dead.

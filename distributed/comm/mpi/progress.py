@@ -71,7 +71,7 @@ _PROGRESS_SECONDS = 200e-6  # a poll of many operations costs microseconds, and 
 class Engine:
     """The unfinished operations of a family of communicators.
 
-    Keeps them and their arrays alive until they are done.
+    It keeps them and their arrays alive until they are done.
 
     Args:
         rank: in the world, for an error message.
@@ -135,7 +135,7 @@ class Engine:
     def wait_for(self, operation: Operation) -> None:
         """Block until an operation is complete.
 
-        Meanwhile move the others, which other ranks may wait for.
+        The others move meanwhile, since other ranks may wait for those.
 
         Raises:
             TimeoutError: it took too long.

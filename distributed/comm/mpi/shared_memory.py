@@ -47,7 +47,7 @@ class SharedWindow:
 class SharedBuffer:
     """One array on each rank of a communicator, in shared memory.
 
-    It reduces slices of them.
+    Slices of it are reduced where they lie.
 
     Args:
         window: HEADER_BYTES and the array, for each rank of this host.

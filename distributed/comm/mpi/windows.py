@@ -148,7 +148,7 @@ def new_shared_file(num_bytes: int) -> str:
 def map_shared_file(path: str, rank: int, num_ranks: int, num_bytes: int) -> SharedWindow:
     """Return a window in a shared file, with a part for each rank.
 
-    For processors that make writes visible in their order (x86).
+    It is for processors that make writes visible in their order (x86).
     """
     whole = np.memmap(path, np.uint8, "r+", shape=(num_ranks, num_bytes))
     return SharedWindow(rank, [np.asarray(part) for part in whole], lambda: None)
