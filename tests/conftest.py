@@ -19,6 +19,7 @@ and ends the job: a rank that has failed would leave the others waiting. Nothing
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,6 +86,16 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         if launcher_rank() != 0:
             config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_collection() -> None:
+    gc.disable()  # half a million objects are made, and none is garbage
+
+
+def pytest_collection_finish() -> None:
+    """Let no later collection go through the tests themselves: of 14,000 of them it takes half a second each time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -28,9 +28,14 @@ from minigrad.optim import SGD, Optimizer
 NUM_STEPS = 6
 
 
+draw_plots = run_folder.draw_plots
+
+
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures, which take most of a small run's time, are drawn where they are looked at."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder, "draw_plots", lambda *_, **__: [])
 
 
 def train(settings: RunSettings, comm: Communicator | None = None, *, stop_at: int = -1) -> Run:
@@ -75,7 +80,8 @@ def lines(run: Run) -> list[dict[str, Any]]:
 SETTINGS = RunSettings(steps=NUM_STEPS, batch=1, run="run", save_every=2, keep=2, quiet=True)
 
 
-def test_a_run_leaves_all_that_it_says(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_all_that_it_says(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "draw_plots", draw_plots)
     run = train(replace(SETTINGS, run=None, quiet=False))
     assert run.folder.parent == Path("runs")
     names = sorted(path.name for path in run.folder.iterdir())

@@ -13,8 +13,8 @@ from __future__ import annotations
 import colorsys
 import math
 from collections.abc import Sequence
+from html import escape
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from pipeline.schedules.action import Kind
 from pipeline.schedules.timeline import Timeline, stages_in
@@ -166,7 +166,7 @@ def svg(picture: Picture) -> str:
     for x, y, text, size, fill, anchor, bold in picture.words:
         weight = ' font-weight="bold"' if bold else ""
         place = f'x="{x:.6g}" y="{y:.6g}" dy="0.35em" font-size="{size:g}" text-anchor="{anchor}"'
-        lines.append(f'<text {place} fill="{fill}"{weight}>{escape(text)}</text>')
+        lines.append(f'<text {place} fill="{fill}"{weight}>{escape(text, quote=False)}</text>')
     return "\n".join([*lines, "</svg>\n"])
 
 
