@@ -4,13 +4,20 @@
         def program(comm): ...      # runs on every rank
         results = ranks.run(program)    # by rank, on every rank
 
-Outside mpirun `ranks` is, in turn, a single rank and worlds of 2, 3 and 4 threads. Under mpirun it is MPI with the
-ranks that there are, every other test is deselected, rank 0 alone writes, and a failure on any rank prints its rank
-and ends the job: a rank that has failed would leave the others waiting. Nothing collective happens outside
-`ranks.run`.
+Outside mpirun `ranks` is, in turn, a single rank and worlds of threads. Under mpirun it is MPI with the ranks that
+there are, every other test is deselected, rank 0 alone writes, and a failure on any rank prints its rank and ends the
+job: a rank that has failed would leave the others waiting. Nothing collective happens outside `ranks.run`.
+
+Threads and the processes of `make check` (WORLDS in the Makefile) share the worlds of 2, 3 and 4 ranks between them, so
+that a test runs in each of them once, on this side or on that:
+
+                        threads                                 processes
+    any test            3 4                                     2 3 4
+    point_to_point      2 and 4 with synchronous sends, 3       2, 3 with synchronous sends, 4
 
     @pytest.mark.ranks(2, 4)            exactly these sizes; under mpirun skipped at any other
     @pytest.mark.point_to_point         also in worlds whose sends complete only when they are received
+    @pytest.mark.every_world            threads of every size and of both kinds: for tests of communicators
     pytest --synchronous-sends          every world is of that kind
     pytest --deterministic              under mpirun, sums in rank order; threads always sum so
     pytest --unchecked-collectives      under mpirun, ranks do not compare their calls, as in a user's run
@@ -71,6 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): run `ranks` at exactly these sizes")
     config.addinivalue_line("markers", "point_to_point: run `ranks` also with sends that complete only when received")
+    config.addinivalue_line("markers", "every_world: run `ranks` on threads of every size and of both kinds")
     config.addinivalue_line("markers", "mpi: uses `ranks`, and so runs under mpirun too (set automatically)")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # from nohup, and from some CI
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, to themselves and to jobs
@@ -105,20 +113,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _thread_worlds(metafunc: pytest.Metafunc) -> dict[str, ProcessRanks | LocalWorld]:
-    marker = metafunc.definition.get_closest_marker("ranks")
-    synchronous = metafunc.config.getoption("--synchronous-sends")
-    both = metafunc.definition.get_closest_marker("point_to_point") is not None
-    sizes = marker.args if marker else (2, 3, 4)
+    marked = metafunc.definition.get_closest_marker
+    marker = marked("ranks")
     worlds: dict[str, ProcessRanks | LocalWorld] = {} if marker else {"solo": ProcessRanks(SoloCommunicator())}
-    for kind, synchronous_sends, wanted in [
-        ("local", False, not synchronous),
-        ("synchronous_sends", True, synchronous or both),
-    ]:
-        if wanted:
-            for size in sizes:
-                worlds[f"{kind}-{size}"] = LocalWorld(
-                    size, synchronous_sends=synchronous_sends, timeout_seconds=TIMEOUT_SECONDS
-                )
+    for size in marker.args if marker else (2, 3, 4):
+        if metafunc.config.getoption("--synchronous-sends"):
+            kinds = [True]
+        elif marked("every_world"):
+            kinds = [False, True] if marked("point_to_point") else [False]
+        elif marked("point_to_point"):
+            kinds = [size % 2 == 0]
+        else:
+            kinds = [False] if marker or size > 2 else []
+        for synchronous_sends in kinds:
+            worlds[f"{'synchronous_sends' if synchronous_sends else 'local'}-{size}"] = LocalWorld(
+                size, synchronous_sends=synchronous_sends, timeout_seconds=TIMEOUT_SECONDS
+            )
     return worlds
 
 

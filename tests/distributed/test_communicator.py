@@ -13,6 +13,8 @@ import pytest
 from distributed import LocalWorld, ReduceOp, SoloCommunicator
 from distributed.comm.transfer import longest_message
 
+pytestmark = pytest.mark.every_world
+
 RING_BYTES = 16 << 20
 try:
     import ml_dtypes
