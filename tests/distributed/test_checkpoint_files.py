@@ -441,7 +441,9 @@ def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path, name):
         damaged = bytearray(content)
         damaged[place] ^= 1 << int(generator.integers(8))
         for data in (bytes(damaged), content[:place]):
-            path.write_bytes(data)
+            with path.open("r+b") as file:  # a file that is emptied and written again, ext4 brings to the disk at once
+                file.write(data)
+                file.truncate()
             try:
                 check(checkpoint, 7)  # nothing but what was saved, if it is read at all
                 harmless += 1

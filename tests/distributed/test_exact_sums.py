@@ -21,7 +21,7 @@ PARTS = 8  # micro-batches of a step, over all replicas
 CONFIG = gpt.GPTConfig(vocab_size=17, context=8, num_layers=4, num_heads=2, width=16, dropout=0.1)
 
 
-def train(comm, dp, pp, schedule, num_steps=3, *, sums="exact", num_samples=2 * PARTS, max_norm=0.5):
+def train(comm, dp, pp, schedule, num_steps=2, *, sums="exact", num_samples=2 * PARTS, max_norm=0.5):
     """Train a GPT; return what its weights hash to, the norms and the losses."""
     mesh = Mesh(comm, dp=dp, pp=pp)
     order = SCHEDULES[schedule]
@@ -47,7 +47,7 @@ def train(comm, dp, pp, schedule, num_steps=3, *, sums="exact", num_samples=2 * 
 
 
 @functools.cache
-def in_one_process(num_steps=3):
+def in_one_process(num_steps=2):
     return train(SoloCommunicator(), 1, 1, "gpipe", num_steps)
 
 

@@ -1,5 +1,6 @@
 """Trainers over pipelines: what one process does without a trainer, to 1e-12, in every layout."""
 
+import functools
 import math
 from itertools import pairwise
 
@@ -53,6 +54,7 @@ def count(y):
     return float((y != IGNORED).sum())
 
 
+@functools.cache
 def train_alone(num_replicas, rule, accumulate):
     """Do in one process, without a trainer, what so many replicas do."""
     model = GPT(SIZES, dtype=np.float64)

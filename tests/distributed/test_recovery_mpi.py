@@ -82,6 +82,7 @@ def test_replicas_are_replaced_to_the_same_bits(tmp_path):
     assert sorted(line[0] for line in lines) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_two_die_at_once_and_a_pipeline_is_whole_again(tmp_path):
     found, sources, _ = run(tmp_path, 4, {0: (1, "hook"), 3: (1, "begin")}, pp=2)
     assert (found, sources) == (undisturbed(4, 2), {"a living rank"})
@@ -109,6 +110,7 @@ def test_a_spare_steps_in(tmp_path):
 AGAIN = r"python -m distributed.recovery: the job was lost after {} steps \((?:{})\): all ranks start again"
 
 
+@pytest.mark.long
 def test_where_mpi_cannot_heal_all_ranks_start_again_where_they_were(tmp_path):
     says = AGAIN.format(2, "as the test says")
     found, sources, lines = run(tmp_path, 3, {1: (2, "hook")}, says=says, spawn_fails=True)
@@ -116,6 +118,7 @@ def test_where_mpi_cannot_heal_all_ranks_start_again_where_they_were(tmp_path):
     assert sorted(line[0] for line in lines) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_when_every_rank_is_killed_it_begins_again(tmp_path):
     found, sources, _ = run(
         tmp_path, 2, {0: (1, "begin"), 1: (1, "begin")}, says=AGAIN.format(1, "every rank died|.* died of .*")
@@ -123,6 +126,7 @@ def test_when_every_rank_is_killed_it_begins_again(tmp_path):
     assert (found, sources) == (undisturbed(2), {"the beginning"})
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_found_by_the_time_limit(tmp_path):
     says = AGAIN.format(2, r"\[rank 0\] TimeoutError: no rank may wait longer than 2 s.*")
     found, sources, _ = run(tmp_path, 2, {1: (2, "hook")}, says=says, signal="stop", timeout_seconds=2)

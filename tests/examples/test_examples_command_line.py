@@ -1,7 +1,8 @@
 """The command line of the example scripts: what is read, from where, and who says what is wrong."""
 
+import contextlib
+import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,31 +11,33 @@ from pathlib import Path
 
 import pytest
 
+from common.text import load_tokens
 from common.train_gpt_settings import TrainSettings
 from distributed.checkpoint.files import Manifest, commit
 from distributed.run import RunSettings, command_line
 from distributed.run.command_line import find_run, read_saved, read_settings, to_save
 from distributed.run.flags import flag_of
 
-ROOT = Path(__file__).parents[2]
-
 
 def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that reads its settings and its text, as Open MPI would start it."""
-    program = (
-        "import sys; from distributed.run import command_line; from common.train_gpt_settings import TrainSettings; "
-        "from common.text import load_tokens; command_line.GRACE_SECONDS = 0.0; sys.argv[0] = 'train.py'; "
-        "settings = command_line.read_settings(TrainSettings, 'Teaches.'); "
-        "command_line.run_script(lambda: load_tokens(settings.text)); print('ready')"
-    )
-    environ = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-    }
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    """Read settings and a text as a script does that Open MPI has started, but in this process."""
+    said, complained, code = io.StringIO(), io.StringIO(), 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(complained),
+    ):
+        patch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+        patch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
+        patch.setattr(command_line, "GRACE_SECONDS", 0.0)
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        try:
+            settings = read_settings(TrainSettings, "Teaches.")
+            command_line.run_script(lambda: load_tokens(settings.text))
+            said.write("ready\n")
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(arguments, code, said.getvalue(), complained.getvalue())
 
 
 @pytest.mark.parametrize(

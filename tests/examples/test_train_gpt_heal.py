@@ -35,7 +35,8 @@ def test_a_layout_for_those_that_are_left_keeps_the_step() -> None:
 
 
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
-@pytest.mark.parametrize("heal", ["shrink", pytest.param("replace", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("heal", ["shrink", "replace"])
 def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(heal: str, tmp_path: Path) -> None:
     """With exact sums there is one hash for every layout, so also for one process, and for a run that changed it.
 

@@ -431,10 +431,10 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
     environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     ranks = [
         subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     hits, misses = zip(*[map(int, rank.communicate(timeout=120)[0].split()) for rank in ranks], strict=True)
-    assert (sum(hits), sum(misses)) == (4, 2)  # two dtypes, each compiled once and fetched twice
+    assert (sum(hits), sum(misses)) == (2, 2)  # two dtypes, each compiled once and fetched once
 
 
 @pytest.mark.long

@@ -238,7 +238,7 @@ def hold(property_of: Callable[[Draw], None], **how: Any) -> None:
 
 @pytest.mark.parametrize("property_of", PROPERTIES)
 def test_a_few_examples_hold(property_of: Callable[[Draw], None]) -> None:
-    hold(property_of, max_examples=40, derandomize=True)
+    hold(property_of, max_examples=25, derandomize=True)
 
 
 @pytest.mark.soak

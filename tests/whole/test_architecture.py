@@ -5,6 +5,7 @@ so is what a package's front (`__init__.py`) shows of its own package.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,6 +202,12 @@ def _allowed(name: str, room: str, target: str, known: dict[str, Path]) -> bool:
 MODULES = modules(ROOT)
 
 
+@functools.cache
+def targets(name: str) -> set[str]:
+    """Return what a module imports."""
+    return {target for target, _ in imports(MODULES[name], MODULES)}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_knows_what_its_room_may_know(name: str) -> None:
     assert faults(name, MODULES[name], MODULES) == []
@@ -208,8 +215,8 @@ def test_a_module_knows_what_its_room_may_know(name: str) -> None:
 
 def test_no_module_knows_one_that_knows_it() -> None:
     graph = {
-        name: {target for target, _ in imports(path, MODULES) if target in MODULES}
-        for name, path in MODULES.items()
+        name: {target for target in targets(name) if target in MODULES}
+        for name in MODULES
         if not name.endswith("__init__")
     }
     TopologicalSorter(graph).prepare()  # raises CycleError, which lists the modules of the cycle
@@ -246,11 +253,7 @@ def test_how_imports_are_read(source: str, found: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("library", "door"), SOLE_IMPORTER.items())
 def test_a_costly_library_has_one_door(library: str, door: str) -> None:
-    importers = {
-        name
-        for name, path in MODULES.items()
-        if any(target.split(".")[0] == library for target, _ in imports(path, MODULES))
-    }
+    importers = {name for name in MODULES if library in {target.split(".")[0] for target in targets(name)}}
     assert importers <= set(door.split(", "))
 
 

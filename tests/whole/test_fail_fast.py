@@ -29,9 +29,19 @@ def job(tmp_path):
     return run
 
 
+def launched(name, *values):
+    """Run a test under both ways to start Python; each value once, the other half of the pairs in `make test-long`."""
+    ways = {"python": (), "python -m mpi4py": ("-m", "mpi4py")}
+    rows = [
+        pytest.param(ways[way], value, id=f"{value}-{way}", marks=[] if (i + j) % 2 else [pytest.mark.long])
+        for i, value in enumerate(values)
+        for j, way in enumerate(ways)
+    ]
+    return pytest.mark.parametrize(("launcher", name), rows)
+
+
 @needs_mpirun
-@pytest.mark.parametrize("launcher", [(), ("-m", "mpi4py")], ids=["python", "python -m mpi4py"])
-@pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
+@launched("error", "ValueError", "KeyboardInterrupt")
 def test_uncaught_exception_ends_ranks_that_wait(job, launcher, error):
     source = f"""
         import numpy as np
@@ -50,8 +60,7 @@ def test_uncaught_exception_ends_ranks_that_wait(job, launcher, error):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("launcher", [(), ("-m", "mpi4py")], ids=["python", "python -m mpi4py"])
-@pytest.mark.parametrize("where", ["data", "forward", "hook"])
+@launched("where", "data", "forward", "hook")
 def test_exception_in_a_training_step_ends_the_job(job, launcher, where):
     source = f"""
         import numpy as np
@@ -124,8 +133,7 @@ def test_exception_before_the_world_exists_ends_the_job(job):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("launcher", [(), ("-m", "mpi4py")], ids=["python", "python -m mpi4py"])
-@pytest.mark.parametrize("status", [0, 2])
+@launched("status", 0, 2)
 def test_sys_exit_on_every_rank_keeps_its_status(job, launcher, status):
     result = job(f"import sys; from distributed import world; world().barrier(); sys.exit({status})", *launcher)
     assert result.returncode == status
