@@ -151,21 +151,28 @@ def test_a_mismatch_reaches_ranks_that_join_later():
 
 
 def test_a_wait_too_long_tells_what_each_rank_waits_for():
+    in_place, over = threading.Barrier(5), threading.Event()
+
     def program(comm):
         pair = comm.split(color=comm.rank // 2)
-        if comm.rank == 0:
-            comm.recv(np.zeros(1), source=1, tag=7)
-        elif comm.rank == 1:
-            comm.allreduce(np.zeros(3)).wait()
-        elif comm.rank == 2:
-            pair.send(np.zeros(1), dest=1, tag=2)
-        elif comm.rank == 4:
-            time.sleep(0.6)
+        in_place.wait()
+        try:
+            if comm.rank == 0:
+                comm.recv(np.zeros(1), source=1, tag=7)
+            elif comm.rank == 1:
+                comm.allreduce(np.zeros(3)).wait()
+            elif comm.rank == 2:
+                pair.send(np.zeros(1), dest=1, tag=2)
+            elif comm.rank == 4:
+                over.wait()
+        except TimeoutError:
+            over.set()
+            raise
 
     with pytest.raises(TimeoutError) as caught:
-        LocalWorld(5, synchronous_sends=True, timeout_seconds=0.3).run(program)
+        LocalWorld(5, synchronous_sends=True, timeout_seconds=0.5).run(program)
     assert str(caught.value) == (
-        "no rank may wait longer than 0.3 s, but rank 0 waits for recv from 1 tag 7; "
+        "no rank may wait longer than 0.5 s, but rank 0 waits for recv from 1 tag 7; "
         "rank 1 waits for allreduce of float64[3] by SUM #1 (not called by ranks 0, 2, 3, 4); "
         "rank 2 waits for send to 1 tag 2 among ranks [2, 3]; "
         "rank 3 has ended; rank 4 is computing"

@@ -121,12 +121,12 @@ def test_ranks_say_that_they_are_lost_and_why(tmp_path, capfd):
 @pytest.mark.parametrize(("ended", "starts"), [("", 2), ("(folder / 'ended').write_text('0')", 1)])
 def test_an_mpirun_that_all_ranks_have_left_is_ended(tmp_path, monkeypatch, ended, starts):
     # Its children are never asked about, as when it waits for a lock: zombies. A living one is enough to wait for.
-    monkeypatch.setattr(launcher, "_BEREAVED_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "_BEREAVED_SECONDS", 0.3)
     script = f"""
 import subprocess
 if number == 0:
     {ended or "pass"}
-    for seconds in (0, 1.5):
+    for seconds in (0, 0.8):
         subprocess.Popen(["sleep", str(seconds)])
     get_on(3)
     time.sleep(600)
@@ -134,7 +134,7 @@ if number == 0:
     begin = time.monotonic()
     code, found, said = launch(tmp_path, script)
     assert (code, found) == (0, starts)
-    assert time.monotonic() - begin > 1.5
+    assert time.monotonic() - begin > 0.8
     lost = "the job was lost after 3 steps (mpirun outlived its ranks and did not end): all ranks start again"
     assert said == [lost] * (starts - 1)
 

@@ -67,14 +67,14 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def run_as_its_first_line_says(name: str, small: list[str], cwd: Path) -> tuple[Path, str]:
-    """Run the command that the script begins with, and return its folder and what it printed."""
+    """Run the command that the script begins with, but for its pictures; return its folder and what it printed."""
     line = Path(script(name)).read_text().splitlines()[0]
     command = re.fullmatch(rf"# (?:mpirun -n (\d) )?python (-m mpi4py )?examples/{name}\.py ?(.*)", line)
     assert command is not None, line
     ranks, with_mpi, given = command.groups()
     assert (ranks is None) == (with_mpi is None)
-    start = ["-m", "mpi4py"] if with_mpi else []
-    arguments = [*start, script(name), *shlex.split(given), *small, "--run", name]
+    start = [*(["-m", "mpi4py"] if with_mpi else []), str(ROOT / "tests" / "support" / "lightly.py")]
+    arguments = [*start, name, *shlex.split(given), *small, "--run", name]
     result = run_job(arguments, ranks=None if ranks is None else int(ranks), cwd=cwd)
     assert result.returncode == 0, result.stderr
     return cwd / name, result.stdout

@@ -14,6 +14,7 @@ NUM_STEPS = 80  # the kill must come before the end, however late its moment is 
 SMALL = ["--steps", f"{NUM_STEPS}", "--batch", "8", "--layers", "1", "--width", "16", "--context", "16"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 def test_the_loss_goes_on_as_if_nothing_had_happened() -> None:
     undisturbed, _ = run(kill_after=None)

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -272,67 +273,88 @@ def test_a_large_program_is_proved_in_few_looks(monkeypatch):
 # Whether the proof tells the truth about MPI: the same programs over real synchronous sends.
 
 RUN_PROGRAMS = """
-import os, sys, threading
+import json, os, sys, time
 from mpi4py import MPI
 import numpy as np
 from pipeline.schedules.csv_file import parse
 
-comm, mode, limit = MPI.COMM_WORLD, sys.argv[1], float(sys.argv[3])
-programs = parse(open(sys.argv[2]).read())
+world = MPI.COMM_WORLD
+other = 1 - world.rank
+
+class Hangs(Exception):
+    pass
 
 def tag(action):  # both ends of a message: direction, receiving stage, micro-batch
     to = action.stage + {"SEND_F": 1, "SEND_B": -1}.get(action.kind.name, 0)
     return (action.kind.name[-1] == "B") * 1000 + to * 100 + action.microbatch
 
-def hang():
-    print("hangs", flush=True)
-    os._exit(7)
+def run(comm, programs, blocking, limit):
+    kept, end = [], time.monotonic() + limit
 
-comm.Barrier()
-watchdog = threading.Timer(limit, hang)
-watchdog.daemon = True
-watchdog.start()
-other, posted, sent = 1 - comm.rank, {}, []
-for action in programs[comm.rank]:
-    name = action.kind.name
-    if name.startswith("RECV"):
-        posted[tag(action)] = comm.Irecv(np.empty(1), other, tag(action))
-    elif name.startswith("SEND"):
-        if mode == "blocking":
-            comm.Ssend(np.zeros(1), other, tag(action))
-        else:
+    def finish(request):
+        while not request.Test():
+            if time.monotonic() > end:
+                raise Hangs
+            time.sleep(1e-4)
+
+    def receive(number):
+        kept.append(array := np.empty(1))
+        return comm.Irecv(array, other, number)
+
+    posted, sent = {}, []
+    for action in programs[comm.rank]:
+        name = action.kind.name
+        if name.startswith("RECV"):
+            posted[tag(action)] = receive(tag(action))
+        elif name.startswith("SEND"):
             sent.append(comm.Issend(np.zeros(1), other, tag(action)))
-    else:
-        needed = (name[0] == "B") * 1000 + action.stage * 100 + action.microbatch
-        if (action.stage, name) not in ((0, "F"), (1, "BW")):
-            posted.pop(needed).Wait() if needed in posted else comm.Recv(np.empty(1), other, needed)
-MPI.Request.Waitall(sent)
-comm.Barrier()
-print("ends", flush=True)
+            if blocking:
+                finish(sent[-1])
+        else:
+            needed = (name[0] == "B") * 1000 + action.stage * 100 + action.microbatch
+            if (action.stage, name) not in ((0, "F"), (1, "BW")):
+                finish(posted.pop(needed) if needed in posted else receive(needed))
+    for request in sent:
+        finish(request)
+
+for case, text, blocking, limit in json.loads(sys.argv[1]):
+    world.Barrier()
+    try:
+        run(comm := world.Dup(), parse(text), blocking, limit)
+        hangs = False
+    except Hangs:
+        hangs = True
+    hangs = world.allreduce(hangs)  # on any rank
+    if world.rank == 0:
+        print(f"{case}: {'hangs' if hangs else 'ends'}", flush=True)
+world.Barrier()
+os._exit(0)  # with messages under way, for which MPI would wait
 """
+
+CASES = {  # programs, whether a send blocks
+    "1f1b": (ONE_F_ONE_B, False),
+    "1f1b, blocking": (ONE_F_ONE_B, True),
+    "late receives": (LATE_RECEIVES, False),
+    "late receives, blocking": (LATE_RECEIVES, True),
+    "swapped sends": (SWAPPED, False),
+    "dropped send": (without(ONE_F_ONE_B, "1SEND_B0"), False),
+}
 
 
 @needs_mpirun
-@pytest.mark.parametrize(
-    ("programs", "mode"),
-    [
-        (ONE_F_ONE_B, "starting"),
-        (ONE_F_ONE_B, "blocking"),
-        (LATE_RECEIVES, "starting"),
-        (LATE_RECEIVES, "blocking"),
-        (SWAPPED, "starting"),
-        (without(ONE_F_ONE_B, "1SEND_B0"), "starting"),
-    ],
-    ids=["1f1b", "1f1b blocking", "late receives", "late receives blocking", "swapped sends", "dropped send"],
-)
-def test_mpi_ends_what_is_accepted_and_hangs_in_what_is_refused(programs, mode, tmp_path):
-    try:
-        check(programs, synchronous_sends=mode == "blocking")
-        verdict, limit = "ends", 30
-    except ScheduleError:
-        verdict, limit = "hangs", 1
-    script, text = tmp_path / "run_programs.py", tmp_path / "programs.csv"
+def test_mpi_ends_what_is_accepted_and_hangs_in_what_is_refused(tmp_path):
+    """All in one job: on a communicator of its own each, and who hangs gives up after a second."""
+    verdicts, orders = {}, []
+    for case, (programs, blocking) in CASES.items():
+        try:
+            check(programs, synchronous_sends=blocking)
+            verdicts[case], limit = "ends", 30
+        except ScheduleError:
+            verdicts[case], limit = "hangs", 1
+        orders.append((case, dump(programs), blocking, limit))
+    assert set(verdicts.values()) == {"ends", "hangs"}
+    script = tmp_path / "run_programs.py"
     script.write_text(RUN_PROGRAMS)
-    text.write_text(dump(programs))
-    result = run_job([str(script), mode, str(text), str(limit)], ranks=2)
-    assert set(re.findall("ends|hangs", result.stdout)) == {verdict}, result.stdout + result.stderr
+    result = run_job([str(script), json.dumps(orders)], ranks=2)
+    said = sorted(re.findall(".*: (?:ends|hangs)", result.stdout))
+    assert said == sorted(f"{case}: {verdict}" for case, verdict in verdicts.items()), result.stderr

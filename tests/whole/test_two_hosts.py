@@ -17,7 +17,7 @@ import pytest
 from jobs import MPIRUN, ROOT, needs_mpirun, run_job
 
 TWO_HOSTS = ROOT / "benchmarks" / "two_hosts"
-TIMEOUT_SECONDS = 3
+TIMEOUT_SECONDS = 6  # more than one rank is late on a busy machine: else it ends before the cable is cut
 GRACE_SECONDS = 20  # to start, and to be cut off where an Abort blocks
 
 SOURCE = """
@@ -133,6 +133,7 @@ def test_a_killed_rank_ends_the_job_on_both_hosts(tmp_path: Path, rank: int) -> 
         assert "hosts: host1 host2" in (tmp_path / "output").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("two_hosts")
 def test_a_cut_cable_ends_the_ranks_on_both_hosts(tmp_path: Path) -> None:
     with job_on_two_hosts(write_script(tmp_path, "cut", 0), tmp_path):
