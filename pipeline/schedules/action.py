@@ -52,6 +52,8 @@ class Kind(Enum):
         self.receives = letters.startswith("RECV")
         self.is_compute = not (self.sends or self.receives)
 
+    __hash__ = object.__hash__  # a member is equal to itself alone; Enum's own, in Python, is a third of an Action's
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Action:
