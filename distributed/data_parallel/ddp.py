@@ -11,11 +11,17 @@ import numpy as np
 from distributed.agreement import same_on_all
 from distributed.clipping import ModelPart, WholeModel, clip_by_global_norm, global_norm
 from distributed.comm.communicator import Array, Communicator
-from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.join import until_all_are_through
 from distributed.data_parallel.reduction import Reduction
-from distributed.data_parallel.replicas import BUFFERS, broadcast_params, check_equal, check_layout, sync_buffers
+from distributed.data_parallel.replicas import (
+    BUFFERS,
+    broadcast_params,
+    check_buckets,
+    check_equal,
+    check_layout,
+    sync_buffers,
+)
 from distributed.data_parallel.shares import NO_SAMPLES, Share, count
 from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
@@ -126,7 +132,7 @@ class DistributedDataParallel:
         self.recorder = recorder
         last = getattr(model, "tied", ())
         self.buckets = reduction.buckets(self.params, self.comm, last=last, recorder=self.recorder)
-        check_buckets(self.buckets, self.comm)
+        check_buckets([bucket.range for bucket in self.buckets.buckets], self.comm)
         self.buckets.move_gradients()
         self.first_sample = 0
         self.share = 1 / comm.size
@@ -371,16 +377,3 @@ class DistributedDataParallel:
             if self._is_exact:  # rounded to what a loss has: no order of the sum shows
                 return float(np.float32(math.fsum(self.comm.allgather(total).wait()[:, 0])))
             return float(self.comm.allreduce(total).wait()[0])
-
-
-def check_buckets(manager: GradientBucketManager, comm: Communicator) -> None:
-    """Check that all ranks have the same parameters at the same places. Collective.
-
-    They lie in the same place of the same bucket, and of memory.
-
-    Raises:
-        ValueError: names the first bucket that differs, and what two ranks have; the same message on every rank.
-    """
-    parts = [bucket.range for bucket in manager.buckets]
-    entries = [f"{[p.name for p in part.params]} at {part.start} of {part.flat.data.size}" for part in parts]
-    same_on_all(comm, "bucket", entries)

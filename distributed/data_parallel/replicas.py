@@ -9,6 +9,7 @@ import numpy as np
 from distributed.agreement import same_on_all
 from distributed.comm.communicator import Array, Communicator
 from minigrad.backend import is_half, widened, xp_of
+from minigrad.flat import FlatRange
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
 
@@ -57,6 +58,20 @@ def check_layout(noun: str, tensors: Iterable[Parameter | Buffer], comm: Communi
         ValueError: names the first that differs, and what two ranks have; the same message on every rank.
     """
     same_on_all(comm, noun, [f"{tensor.name!r} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors])
+
+
+def check_buckets(parts: Iterable[FlatRange], comm: Communicator) -> None:
+    """Check that the buckets of all ranks have the same parameters. Collective.
+
+    They must lie in the same place of the same bucket, and of memory.
+
+    Args:
+        parts: the memory of each bucket.
+    Raises:
+        ValueError: names the first bucket that differs, and what two ranks have; the same message on every rank.
+    """
+    entries = [f"{[p.name for p in part.params]} at {part.start} of {part.flat.data.size}" for part in parts]
+    same_on_all(comm, "bucket", entries)
 
 
 def check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
