@@ -23,7 +23,9 @@ def generate(
     context: int,
     sampling: Sampling | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that the model writes after `prompt`, without end, on every rank. Collective, as each token is.
+    """Yield the tokens that the model writes after `prompt`, on every rank.
+
+    Without end. Collective, as each token is.
 
     Args:
         stages: of a GPT, this rank's; they are asked without dropout, and left as they were.

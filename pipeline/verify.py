@@ -69,7 +69,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared, and the largest difference, relative to the largest element of its gradient."""
+    """What was compared, and the largest difference.
+
+    It is relative to the largest element of its gradient.
+    """
 
     dp: int
     pp: int

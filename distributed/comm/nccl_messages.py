@@ -102,7 +102,10 @@ class NCCLMessages:
                 pass
 
     def pull(self, source: int, *, block: bool) -> bool:
-        """Take the next message of a rank, if one is announced, as long as there is a receive that waits for one."""
+        """Take the next message of a rank, if one is announced.
+
+        As long as there is a receive that waits for one.
+        """
         if not self._num_posted[source]:
             return False
         if source not in self._next_header:

@@ -77,7 +77,10 @@ class StreamWork(Work):
         return not self._is_captured and self.is_over()
 
     def is_over(self) -> bool:
-        """Return whether its arrays can go: the GPU is done with it, or a graph has it, and its capture is over."""
+        """Return whether its arrays can go.
+
+        The GPU is done with it, or a graph has it, and its capture is over.
+        """
         return self._is_captured or bool(self._done.done)
 
     @property

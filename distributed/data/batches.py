@@ -29,7 +29,9 @@ _COMPARED = 1 << 20  # tokens at the start of a file by which it is known again
 
 
 class Sampler:
-    """Draws this replica's share of each batch: consecutive rows, as equal in number as can be.
+    """Draws this replica's share of each batch.
+
+    A share is consecutive rows, as equal in number as can be.
 
     Each sample is drawn once an epoch; a batch that reaches the end of one goes on in the next. Eight bytes of memory
     a sample hold the order of the current epoch.
@@ -71,11 +73,17 @@ class Sampler:
         return self.position // self.num_samples
 
     def next(self) -> Int64s:
-        """Draw this replica's share of the next batch: (share,) sample numbers, from 0 to num_samples - 1."""
+        """Draw this replica's share of the next batch.
+
+        (share,) sample numbers, from 0 to num_samples - 1.
+        """
         return np.concatenate([samples for _, samples in self.next_by_epoch()])
 
     def next_by_epoch(self) -> list[tuple[int, Int64s]]:
-        """Draw as `next` does, for data that changes between epochs: pairs of an epoch and its samples, in order."""
+        """Draw as `next` does, for data that changes between epochs.
+
+        These are pairs of an epoch and its samples, in order.
+        """
         start, stop = (self.position + row for row in self._share)
         self.position += self._batch_size
         parts = []
@@ -86,11 +94,16 @@ class Sampler:
         return parts
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a run needs to go on from here: the position, and what it is a position in."""
+        """Return what a run needs to go on from here.
+
+        That is the position, and what it is a position in.
+        """
         return {"position": self.position} | self._stream
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another sampler of the same data stopped, whatever its batch size, rank and size.
+        """Go on where another sampler of the same data stopped.
+
+        Its batch size, rank and size may have been others.
 
         Raises:
             ValueError: the state is not from `state_dict`, or of other data.
@@ -163,11 +176,16 @@ class TokenBatches:
         return _windows(self._tokens, np.concatenate(starts), self._context)
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a run needs to go on from here: the position, and what it is a position in."""
+        """Return what a run needs to go on from here.
+
+        That is the position, and what it is a position in.
+        """
         return {"position": self.sampler.position} | self._stream
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where other batches of the same tokens, context and seed stopped, wherever the file lies now.
+        """Go on where other batches of the same tokens, context and seed stopped.
+
+        The file may lie somewhere else now.
 
         Raises:
             ValueError: the state is not from `state_dict`, or of other data, as far as their number and the first
@@ -182,7 +200,9 @@ class TokenBatches:
 def validation_batches(
     tokens: ArrayLike, *, batch_size: int, context: int, rank: int = 0, size: int = 1
 ) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yield all windows that do not overlap, in order, in batches of nearly equal size, at least `batch_size`.
+    """Yield all windows that do not overlap, in order, in batches.
+
+    These are of nearly equal size, at least `batch_size`.
 
     Replicas take the batches in turn; the last ones may get one less, or none.
 

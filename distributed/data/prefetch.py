@@ -25,7 +25,9 @@ class Batches(Protocol):
 
 
 class Prefetched:
-    """Batches of which the next one is fetched while this one is computed with; the same batches in the same order.
+    """Batches of which the next one is fetched while this one is computed with.
+
+    They are the same batches in the same order.
 
         x, y = batches.next()
         loss = captured(x, y)       # launched, and nobody has waited for it
@@ -46,20 +48,29 @@ class Prefetched:
         self._is_fetched = False
 
     def next(self) -> tuple[Array, ...]:
-        """Return the next batch. On a GPU it holds until the following call, where its memory serves another one."""
+        """Return the next batch.
+
+        On a GPU it holds until the following call, where its memory serves another one.
+        """
         self.prefetch()
         self._is_fetched = False
         self._state = self._batches.state_dict()
         return self._uploads.take()
 
     def prefetch(self) -> None:
-        """Begin to bring the next batch, unless that is under way; `next` does so itself where nobody has."""
+        """Begin to bring the next batch, unless that is under way.
+
+        `next` does so itself where nobody has.
+        """
         if not self._is_fetched:
             self._uploads.put(self._batches.next())
             self._is_fetched = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches that `next` has given, whatever is fetched."""
+        """Return the position after the batches that `next` has given.
+
+        What is fetched beyond them does not count.
+        """
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,7 +95,9 @@ class HostUploads:
 
 
 class PinnedUploads:
-    """Two places for batches on the current GPU, filled in turn by a stream that copies.
+    """Two places for batches on the current GPU.
+
+    A stream that copies fills them in turn.
 
     Args:
         cp: CuPy.
@@ -96,7 +109,10 @@ class PinnedUploads:
         self._places = [_Place(cp), _Place(cp)]  # the one that is filled next, and the one that is in use
 
     def put(self, arrays: tuple[Array, ...]) -> None:
-        """Copy a batch over, once whoever uses the place's last one is done; overwrites what was put and not taken."""
+        """Copy a batch over, once whoever uses the place's last one is done.
+
+        It overwrites what was put and not taken.
+        """
         filled = self._places[0]
         filled.fit(arrays)
         if filled.used is not None:
@@ -107,7 +123,10 @@ class PinnedUploads:
         filled.copied = self._stream.record()
 
     def take(self) -> tuple[Array, ...]:
-        """Return what was put last, for the current stream, which is done with what was taken before."""
+        """Return what was put last, for the current stream.
+
+        That stream is done with what was taken before.
+        """
         current = self._cp.cuda.get_current_stream()
         self._places.reverse()
         free, taken = self._places
@@ -131,7 +150,10 @@ class _Place:
         self.used: Any = None
 
     def fit(self, arrays: tuple[Array, ...]) -> None:
-        """Make room for these arrays, and wait until what was copied last is no longer read."""
+        """Make room for these arrays.
+
+        It waits until what was copied last is no longer read.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         if [(a.shape, a.dtype) for a in self.pinned] != [(a.shape, a.dtype) for a in arrays]:

@@ -112,7 +112,9 @@ def as_row(tokens: ArrayLike, name: str = "tokens") -> Tokens:
 
 
 def check_whole(tokens: Tokens) -> None:
-    """Check that the file behind mapped tokens is as long as it was: a read beyond its end kills the process (SIGBUS).
+    """Check that the file behind mapped tokens is as long as it was.
+
+    A read beyond its end kills the process (SIGBUS).
 
     It costs a microsecond; call it before each read. What shrinks between the two still kills.
 
@@ -130,6 +132,9 @@ def check_whole(tokens: Tokens) -> None:
 def check_range(tokens: Tokens, vocab_size: int, name: str) -> None:
     """Check that all tokens are of a vocabulary.
 
+    Args:
+        tokens: that were read.
+        vocab_size: above each of them.
     Raises:
         ValueError: names the first that is not, and its position.
     """

@@ -69,13 +69,18 @@ class Tokenizer:
             yield self._tokenizer.decode(pending, skip_special_tokens=False)
 
     def bytes_a_token(self, tokens: Tokens) -> float:
-        """Return how long the text of a token is on average: losses of different tokenizers compare by the byte."""
+        """Return how long the text of a token is on average.
+
+        Losses of different tokenizers compare by the byte.
+        """
         lengths = [len(self._tokenizer.id_to_token(i) or "") for i in range(self.vocab_size)]  # a sign is a byte
         return float(np.bincount(tokens, minlength=len(lengths)) @ np.array(lengths)) / len(tokens)
 
 
 def train(text: str | Path, folder: str | Path, *, vocab_size: int) -> Tokenizer:
-    """Train a tokenizer on a text, a file or a folder of files in UTF-8, and write it and the text's tokens.
+    """Train a tokenizer on a text; write it and the text's tokens.
+
+    The text is a file, or a folder of files, in UTF-8.
 
     Raises:
         ValueError: the text cannot be read or is not UTF-8, or vocab_size is below the 256 bytes or above uint16.
@@ -98,7 +103,9 @@ def train(text: str | Path, folder: str | Path, *, vocab_size: int) -> Tokenizer
 
 
 def use(tokenizer: str | Path, text: str | Path, folder: str | Path) -> Tokenizer:
-    """Write a text's tokens by a tokenizer that there is, and beside them a copy of it.
+    """Write a text's tokens by a tokenizer that there is.
+
+    A copy of the tokenizer is written beside them.
 
     Raises:
         ValueError: as `train`, or the file is none of a tokenizer.

@@ -26,7 +26,10 @@ class Clock(Protocol):
         """Return the moment at which work is over; asked when it is seen to be."""
 
     def seconds(self, moment: Any) -> float:
-        """Return the time of a moment of this recording, on the host's clock `time.perf_counter`."""
+        """Return the time of a moment of this recording.
+
+        It is on the host's clock `time.perf_counter`.
+        """
 
 
 class HostClock:
@@ -46,7 +49,9 @@ class HostClock:
 
 
 class DeviceClock:
-    """The time at which the current stream of a GPU comes to something: moments are events.
+    """The time at which the current stream of a GPU comes to something.
+
+    Moments of it are events.
 
     A recording begins with a wait for the GPU, so that one event is at a known time of the host.
 

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 
 class Event(NamedTuple):
-    """Something that a rank did; of one rank and category, events do not overlap. Times in seconds."""
+    """Something that a rank did.
+
+    Of one rank and category events do not overlap. Times are in seconds.
+    """
 
     rank: int
     name: str
@@ -21,7 +24,9 @@ class Event(NamedTuple):
 
 
 def perfetto(rows: Sequence[tuple[int, str, float, float, str]]) -> str:
-    """Write events in the Trace Event Format: a process for each rank, in it a thread for each category.
+    """Write events in the Trace Event Format.
+
+    Each rank is a process, and in it each category a thread.
 
     Args:
         rows: Events, or tuples of the same five, as `pipeline.events` makes them of a simulated timeline.

@@ -32,7 +32,10 @@ CommHook = Callable[[Array, Communicator], Work]
 
 
 class Note(NamedTuple):
-    """An Event on this rank's own clock, in seconds, or in moments of it while it is noted."""
+    """An Event on this rank's own clock.
+
+    It is in seconds, or in moments of the clock while it is noted.
+    """
 
     name: str
     start: Any
@@ -58,7 +61,10 @@ class Recorder:
 
     @property
     def notes(self) -> list[Note]:
-        """What was noted, in the order in which it ended. Each `with` begins with none. Waits for a GPU."""
+        """What was noted, in the order in which it ended.
+
+        Each `with` begins with none. Waits for a GPU.
+        """
         seconds = self._clock.seconds
         return [Note(name, seconds(start), seconds(end), category) for name, start, end, category in self._notes]
 
@@ -91,7 +97,10 @@ class Recorder:
 
     @contextmanager
     def span(self, category: str, *what: object) -> Iterator[None]:
-        """Note that this rank does something inside the `with`, and then goes on with what it did before."""
+        """Note that this rank does something inside the `with`.
+
+        After it the rank goes on with what it did before.
+        """
         before = self._state
         self.enter(category, *what)
         yield
@@ -115,7 +124,10 @@ class Recorder:
         return watched
 
     def comm_hook(self, inner: CommHook) -> CommHook:
-        """Return `inner`, the way in which a bucket's gradients travel, watched; for `DistributedDataParallel`."""
+        """Return the way in which a bucket's gradients travel, `inner`, watched.
+
+        It is a comm hook for `DistributedDataParallel`.
+        """
 
         def hook(grad: Array, comm: Communicator) -> Work:
             return self.watch("bucket", "", lambda: inner(grad, comm), nbytes=grad.nbytes)
@@ -123,14 +135,19 @@ class Recorder:
         return hook
 
     def hooks(self) -> Hooks:
-        """Return what a backward has to call, so that the end of a message is seen when it comes."""
+        """Return what a backward has to call.
+
+        So the end of a message is seen when it comes.
+        """
         return Hooks(between_ops=self._look) if self._is_on else Hooks()
 
     def _look(self) -> None:
         self._under_way = [work for work in self._under_way if not work.test()]
 
     def gather(self, comm: Communicator) -> list[Event]:
-        """Return the events of all ranks, in order of their start, with times from the first one on. Collective.
+        """Return the events of all ranks, in order of their start. Collective.
+
+        Times count from the first one on.
 
         Args:
             comm: says what a rank is; see `clock_offset` for how its clocks are aligned.

@@ -26,7 +26,9 @@ class Digits(NamedTuple):
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Return the digits to train on and those to validate with, the same on every machine.
+    """Return the digits to train on and those to validate with.
+
+    They are the same on every machine.
 
     Raises:
         ValueError: scikit-learn is not installed.

@@ -33,7 +33,9 @@ def sizes_of(folder: str) -> dict[str, int]:
 
 
 def load_weights(params: Sequence[Parameter], config: GPTConfig, folder: str) -> None:
-    """Copy weights into parameters of a GPT of these sizes, all or some; nothing is loaded where one does not fit.
+    """Copy weights into parameters of a GPT of these sizes.
+
+    All or some of them; nothing is loaded where one does not fit.
 
     Raises:
         ValueError, CheckpointError, OSError: the folder holds no such model.

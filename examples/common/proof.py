@@ -7,7 +7,9 @@ from pipeline import Schedule, Timeline, check_deadlock_free, lower, simulate, v
 
 
 def proved(schedule: Schedule, settings: PipelineSettings, num_ranks: int, *, latency: float = 0.0) -> Timeline:
-    """Prove that a schedule trains the model and cannot deadlock, then run it against a clock.
+    """Prove that a schedule trains the model and cannot deadlock.
+
+    Then it runs against a clock.
 
     Args:
         latency: of a message, in units of a forward's time. A backward takes two.

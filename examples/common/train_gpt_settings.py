@@ -198,7 +198,10 @@ class HealSettings(ReplicationSettings):
     )
 
     def layout(self, num_ranks: int) -> tuple[int, int, int]:
-        """Return dp, pp and micro-batches of a replica on so many ranks or fewer: the same step, cut differently."""
+        """Return dp, pp and micro-batches of a replica on so many ranks or fewer.
+
+        It is the same step, cut differently.
+        """
         pp = min(self.pp, num_ranks)
         dp = min(self.dp, num_ranks // pp)
         if not self.exact:

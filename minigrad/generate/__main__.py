@@ -115,13 +115,22 @@ def _read_checkpoint(checkpoint: Path) -> GPT:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run, of the run that a checkpoint is of, or beside GPT-2's files."""
+    """Return the tokenizer of a run, or beside GPT-2's files.
+
+    A checkpoint has that of its run.
+    """
     return Tokenizer.beside(folder.parent.parent if (folder / MANIFEST).is_file() else folder)
 
 
 def encode(text: str, vocab_size: int, tokenizer: Tokenizer | None = None) -> list[int]:
-    """Return a text's tokens: its tokenizer's, or its bytes where there are 256, else the numbers written in it.
+    """Return a text's tokens.
 
+    By its tokenizer, by its bytes where there are 256, else the numbers written in it.
+
+    Args:
+        text: the prompt.
+        vocab_size: of the model.
+        tokenizer: of its run; None where it has none.
     Raises:
         ValueError: it has no token.
     """
@@ -142,7 +151,14 @@ def encode(text: str, vocab_size: int, tokenizer: Tokenizer | None = None) -> li
 
 
 def until(stop: Sequence[int], tokens: Iterable[int]) -> Iterator[int]:
-    """Yield tokens up to and with the first place where they end in `stop`; all of them if that is empty."""
+    """Yield tokens up to and with the first place where they end in `stop`.
+
+    All of them if that is empty.
+
+    Args:
+        stop: the tokens of the words to stop at.
+        tokens: that the model writes.
+    """
     seen: list[int] = []
     for token in tokens:
         yield token
@@ -152,7 +168,14 @@ def until(stop: Sequence[int], tokens: Iterable[int]) -> Iterator[int]:
 
 
 def decode(parts: Iterable[Iterable[int]], vocab_size: int, tokenizer: Tokenizer | None = None) -> Iterator[str]:
-    """Yield what can be shown of tokens as soon as it is whole; what a terminal would obey becomes a box."""
+    """Yield what can be shown of tokens as soon as it is whole.
+
+    What a terminal would obey becomes a box.
+
+    Args:
+        parts: tokens as they come.
+        vocab_size, tokenizer: see `encode`.
+    """
     tokens = (token for part in parts for token in part)
     if tokenizer is not None:
         yield from map(_shown, tokenizer.decode(tokens))

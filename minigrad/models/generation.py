@@ -63,7 +63,10 @@ class Sampling:
         return int(min(np.searchsorted(p.cumsum(), draw, side="right"), np.flatnonzero(p)[-1]))
 
     def probabilities(self, logits: Array) -> Array:
-        """Return what each token is drawn with, (vocab_size,) float64; temperature must be above 0."""
+        """Return what each token is drawn with, (vocab_size,) float64.
+
+        The temperature must be above 0.
+        """
         scores = logits.astype(np.float64)
         p = np.exp((scores - scores.max()) / self.temperature)
         p /= p.sum()
@@ -79,7 +82,9 @@ class Sampling:
 def generate(
     model: GPT, prompt: Sequence[int] | Array, *, sampling: Sampling | None = None, use_cache: bool = True
 ) -> Iterator[int]:
-    """Yield the tokens that the model writes after `prompt`, without end: take as many as you want.
+    """Yield the tokens that the model writes after `prompt`.
+
+    There is no end: take as many as you want.
 
         text = list(itertools.islice(generate(model, prompt), 100))
 
@@ -97,7 +102,9 @@ def generate(
 
 
 def go_on(read: Callable[[Sequence[int]], Array], prompt: Sequence[int] | Array, sampling: Sampling) -> Iterator[int]:
-    """Yield tokens after `prompt` without end, each drawn from what `read` expects after all before it.
+    """Yield tokens after `prompt` without end.
+
+    Each is drawn from what `read` expects after all before it.
 
     Args:
         read: tokens -> logits (vocab_size,), on the host; each call has one token more.
@@ -132,7 +139,10 @@ class Reader:
         self.caches: list[KeyValueCache] = []
 
     def read(self, tokens: Sequence[int]) -> Array:
-        """Return the logits (vocab_size,), on the host, of what follows `tokens`, which begin as at the last call."""
+        """Return the logits of what follows `tokens`.
+
+        (vocab_size,), on the host. The tokens begin as at the last call.
+        """
         start = self._length if len(tokens) <= self._context else 0
         if start == 0:
             self.caches = [KeyValueCache(self._context) for _ in self._blocks]
@@ -150,7 +160,13 @@ class Reader:
         return logits
 
     def through(self, layers: Iterable[Any], x: Any, start: int) -> Tensor:
-        """Return what some of the layers make of `x`: token ids, from `start` on in the text, or activations."""
+        """Return what some of the layers make of `x`.
+
+        Args:
+            layers: consecutive ones of the model.
+            x: token ids, (1, T), or activations, (1, T, width).
+            start: place of the first of them in the text.
+        """
         caches = dict(zip(self._blocks, self.caches, strict=True))
         for layer in layers:
             if isinstance(layer, GPTEmbedding):

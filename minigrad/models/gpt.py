@@ -55,7 +55,10 @@ class GPTConfig:
 
 
 class GPTEmbedding(Module):
-    """Token ids (B, T) -> (B, T, width), for the positions from `start` on; the last is within the context."""
+    """Token ids (B, T) -> (B, T, width), for the positions from `start` on.
+
+    The last of these must lie within the context.
+    """
 
     def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
         self.context = config.context
@@ -118,7 +121,9 @@ class GPTHead(Module):
 
 
 def layers(config: GPTConfig, *, recompute: bool = False) -> list[tuple[str, LayerFactory]]:
-    """Return the model as (name, factory), "embed", "block0" ... "head"; a factory takes the whole model's getter.
+    """Return the model as (name, factory), "embed", "block0" ... "head".
+
+    A factory takes the whole model's getter.
 
     Args:
         recompute: blocks keep nothing for their backward but their input, and run again there.

@@ -108,7 +108,9 @@ def config_of(folder: Folder) -> GPTConfig:
 
 
 def load(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None:
-    """Copy weights from a folder into parameters of a GPT, all or nothing, in any dtype into the parameter's own.
+    """Copy weights from a folder into parameters of a GPT, all or nothing.
+
+    They may be of any dtype, and are cast to the parameter's own.
 
     Args:
         params: all of the GPT's, or some, such as those of a rank's stages: only their values are read.
@@ -148,7 +150,9 @@ def load(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None
 
 
 def save(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None:
-    """Write a whole GPT as model.safetensors and config.json, which transformers reads as a GPT2LMHeadModel.
+    """Write a whole GPT as model.safetensors and config.json.
+
+    transformers reads the folder as a GPT2LMHeadModel.
 
     Values are written in the parameters' dtype. The folder is made if need be. Each of the two files replaces an
     older one whole, once both are written; other files are left alone.

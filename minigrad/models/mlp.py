@@ -13,7 +13,10 @@ from minigrad.tensor import Tensor
 
 
 class MLPLayer(Module):
-    """(B, num_in) -> (B, num_out): linear, then ReLU and dropout unless it is the last."""
+    """(B, num_in) -> (B, num_out): linear, then ReLU and dropout.
+
+    The last layer is linear alone.
+    """
 
     def __init__(self, param: ParamGetter, num_in: int, num_out: int, *, last: bool, dropout: float) -> None:
         self.linear = Linear(
@@ -28,7 +31,14 @@ class MLPLayer(Module):
 
 
 def layers(widths: Sequence[int], *, dropout: float = 0.0) -> list[tuple[str, Callable[[ParamGetter], MLPLayer]]]:
-    """Return the model as (name, factory), one a linear layer; `widths` lists the input, hidden and output widths."""
+    """Return the model as (name, factory), one a linear layer.
+
+    Args:
+        widths: of the input, of each hidden layer, and of the output; two or more.
+        dropout: share of the hidden values that training zeroes, 0 to 1.
+    Raises:
+        ValueError: there are fewer than two widths.
+    """
     if len(widths) < 2:
         raise ValueError(f"an MLP needs an input and an output width, got {list(widths)}")
 

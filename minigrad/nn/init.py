@@ -38,7 +38,9 @@ def ones(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 @dataclass(frozen=True)
 class ParamGetter:
-    """Make parameters by name, each name once. `param.tied` gives those that another layer asks for too.
+    """Make parameters by name, each name once.
+
+    `param.tied` gives those that another layer asks for too.
 
     Args:
         seed: of the initial values.
@@ -63,7 +65,9 @@ class ParamGetter:
 
     @property
     def tied(self) -> ParamGetter:
-        """A getter for parameters that another layer has too: `param.tied("weight", shape, init)` is the same object.
+        """A getter for parameters that another layer has too.
+
+        `param.tied("weight", shape, init)` is the same object.
 
         One of the layers may ask without a tie, whichever is made first.
         """

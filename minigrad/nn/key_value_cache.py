@@ -6,7 +6,9 @@ from minigrad.backend import Array, xp_of
 
 
 class KeyValueCache:
-    """Keys and values of the positions seen so far. Its memory is taken at the first ones, for all there can be.
+    """Keys and values of the positions seen so far.
+
+    Their memory is taken at the first ones, for all there can be.
 
     Args:
         max_length: most positions that it has room for.
@@ -25,7 +27,9 @@ class KeyValueCache:
         return 0 if self._memory is None else int(self._memory.nbytes)
 
     def extend(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """Add the keys and values of T more positions, and return those of all, oldest first.
+        """Add the keys and values of more positions, and return those of all.
+
+        There are T more; the oldest come first.
 
         Args:
             keys, values: (B, heads, T, d).
@@ -44,7 +48,9 @@ class KeyValueCache:
         return memory[0, ..., :end, :], memory[1, ..., :end, :]
 
     def room(self, count: int) -> tuple[Array, int]:
-        """Return the memory, (2, B, heads, max_length, d), and where in it the next positions go, once there are some.
+        """Return the memory, and where in it the next positions go.
+
+        It is (2, B, heads, max_length, d), once there are some.
 
         Who writes them there counts them in `length`.
 

@@ -46,7 +46,9 @@ class Linear(Module):
 
 
 class Conv2d(Module):
-    """Slide a kernel over images: (B, num_in, H, W) -> (B, num_out, H', W'). See `ops.conv2d`.
+    """Slide a kernel over images: (B, num_in, H, W) -> (B, num_out, H', W').
+
+    See `ops.conv2d`.
 
     Args:
         size: of the kernel, one number or (height, width); stride and padding likewise.
@@ -86,7 +88,9 @@ class Embedding(Module):
 
 
 class Dropout(Module):
-    """Zero a share of the values while training, with a mask keyed by this layer's name: see `rng`.
+    """Zero a share of the values while training.
+
+    The mask is keyed by this layer's name: see `rng`.
 
     The first axis counts samples. In training, with a rate above 0, run the forward in `rng.scope`.
 

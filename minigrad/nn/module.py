@@ -81,7 +81,9 @@ class Module:
         return (module for _, module in self.named_modules())
 
     def named_modules(self, path: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield (path, module) for this module and all modules in it: `("GPT.layers[1].norm1", ...)`.
+        """Yield (path, module) for this module and all modules in it.
+
+        As `("GPT.layers[1].norm1", ...)`.
 
         Args:
             path: of this module; the name of its class by default.
@@ -93,7 +95,10 @@ class Module:
                 yield from member.named_modules(f"{path}.{name}")
 
     def members(self) -> Iterator[tuple[str, Module | Parameter | Buffer]]:
-        """Yield (name, member) for the members among this module's attributes, not for members of members."""
+        """Yield (name, member) for the members among this module's attributes.
+
+        Members of members are not among them.
+        """
         for name, value in vars(self).items():
             yield from _members_in(name, value)
 
@@ -106,7 +111,9 @@ class Module:
         return [tensor for tensor in self._tensors() if isinstance(tensor, Buffer)]
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield (name, parameter) for all parameters, tied ones once; `dict` of it finds one by name.
+        """Yield (name, parameter) for all parameters, tied ones once.
+
+        A `dict` of it finds one by name.
 
         Raises:
             ValueError: a parameter has no name, or two have the same.
@@ -177,7 +184,10 @@ class Module:
         )
 
     def summary(self) -> str:
-        """Return a table for a person: path and class of each module, how many parameters it has itself, and shapes."""
+        """Return a table for a person.
+
+        It has path and class of each module, how many parameters it has itself, and shapes.
+        """
         rows = [("module", "class", "parameters", "shapes")]
         counted: set[Parameter | Buffer] = set()
         for path, module in self.named_modules():

@@ -64,7 +64,9 @@ class GroupNorm(Module):
 
 
 class BatchNorm(Module):
-    """Normalise each channel over the samples at hand: (B, width, ...) -> the same shape.
+    """Normalise each channel over the samples at hand.
+
+    (B, width, ...) -> the same shape.
 
     In `eval` it takes the running mean and variance of training, two buffers. What the samples at hand are, a
     micro-batch on one rank, depends on the layout: of all layers this one alone gives other numbers in another one.
@@ -95,7 +97,10 @@ class BatchNorm(Module):
         return scaled * _along_channels(self.gain, x) + _along_channels(self.bias, x)
 
     def gather(self, own: Array) -> Array:
-        """Return an array of each part of the batch, see `ops.batch_norm`: here there is one part."""
+        """Return an array of each part of the batch.
+
+        Here there is one part; see `ops.batch_norm`.
+        """
         return alone(own)
 
     def _note(self, mean: Array, var: Array, count: int) -> None:

@@ -11,7 +11,9 @@ from minigrad.tensor import Tensor
 
 
 class Recomputed(Module):
-    """A layer under `minigrad.recompute`: less memory for one more forward, and the same gradients.
+    """A layer under `minigrad.recompute`.
+
+    It takes less memory for one more forward, and gives the same gradients.
 
     Args:
         layer: of tensors, which gives one tensor.

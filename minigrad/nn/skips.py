@@ -40,7 +40,10 @@ def gives(factory: Callable[[ParamGetter], Callable[..., Any]], name: str) -> Sk
 
 
 def takes(factory: Callable[[ParamGetter], Callable[..., Any]], *names: str) -> SkipFactory:
-    """Call the layer with the outputs of these names too, in this order, after the output of the layer before it."""
+    """Call the layer with the outputs of these names too.
+
+    They come in this order, after the output of the layer before it.
+    """
     layer = _skip_factory(factory)
     return replace(layer, takes=(*layer.takes, *names))
 

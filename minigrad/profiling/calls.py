@@ -93,7 +93,7 @@ class Calls:
         return result
 
     def of_products(self, kernel: Callable[..., Any], *, turned: bool = False) -> Callable[..., Any]:
-        """Return a kernel that multiplies a by b, or by b^T where b is turned, and notes which."""
+        """Return a kernel that multiplies a by b, and notes which."""
 
         def product(a: Array, b: Array, *rest: Any, **options: Any) -> Any:
             if type(a) is type(b) is np.ndarray and a.size and b.size:
@@ -103,7 +103,10 @@ class Calls:
         return product
 
     def of_attention(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a kernel of causal attention, and note the products that it makes out of our sight, block by block."""
+        """Return a kernel of causal attention that is watched.
+
+        It also notes the products that the kernel makes out of our sight, block by block.
+        """
 
         def attention(qkv: Array, num_heads: int) -> Any:
             made = kernel(qkv, num_heads)
@@ -135,7 +138,10 @@ class Calls:
         return attention
 
     def of_rule(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a kernel that updates parameters, and notes its time and the bytes of all passes."""
+        """Return a kernel that updates parameters, watched.
+
+        It notes its time, and the bytes of all passes.
+        """
 
         def update(w: Array, g: Array, *rest: Any) -> None:
             arrays: list[Any] = [x for x in (w, g, *rest) if getattr(x, "ndim", None) == 1]
@@ -161,7 +167,10 @@ class Calls:
 
 @contextmanager
 def watching() -> Iterator[Calls]:
-    """Note every call inside, of this thread's ops and of all products and update rules."""
+    """Note every call inside.
+
+    It notes those of this thread's ops, and of all products and update rules.
+    """
     calls = Calls()
     with ExitStack() as stack:
         for name in ("product", "linear", "linear_gelu"):

@@ -24,7 +24,10 @@ SECONDS_A_PRODUCT = 0.02  # that are spent on the fastest run of one
 
 
 def table(calls: Calls) -> Iterator[str]:
-    """Yield lines: of each op its time forward and backward and its share, beside its floors, in milliseconds."""
+    """Yield lines: of each op its times, beside its floors, in milliseconds.
+
+    These are its time forward and backward, and its share.
+    """
     products, seconds_a_byte = product_seconds(calls), copy_seconds()
     rows = {
         name: (forward, backward, products.get(name, 0.0), moved * seconds_a_byte)

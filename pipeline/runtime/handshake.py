@@ -171,6 +171,10 @@ def agree_on_orders(
 def training_orders(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     """Return the order of every rank, checked to be a training step.
 
+    Args:
+        schedule: whose order is asked for.
+        num_ranks: of the pipeline.
+        num_microbatches: of a step.
     Raises:
         ValueError: the schedule does not allow these sizes, or is none.
     """

@@ -24,6 +24,9 @@ def split(batch: Array, num_microbatches: int) -> list[Array]:
 
     They are views; the larger ones come first.
 
+    Args:
+        batch: (samples, ...).
+        num_microbatches: at least 1, and at most the number of samples.
     Raises:
         ValueError: there is no batch axis, or there are fewer samples than micro-batches.
     """
@@ -81,7 +84,12 @@ def check_used_once(parts: Sequence[Array]) -> None:
 
 
 def sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """Return the sizes of the parts that `split` makes."""
+    """Return the sizes of the parts that `split` makes.
+
+    Args:
+        num_samples: of the batch.
+        num_microbatches: parts of it.
+    """
     small, larger = divmod(num_samples, num_microbatches)
     return [small + (i < larger) for i in range(num_microbatches)]
 
@@ -95,6 +103,9 @@ def shares(counts: Sequence[float]) -> list[float]:
 def check_weights(weights: Sequence[float], num_microbatches: int | None) -> list[float]:
     """Return the weights of the micro-batches of one batch as numbers.
 
+    Args:
+        weights: one for each micro-batch.
+        num_microbatches: how many there must be; None asks for no number.
     Raises:
         ValueError: there is not one for each micro-batch, one is negative or not finite, or all are 0.
     """

@@ -112,6 +112,10 @@ class PointToPoint:
         """Start sending a bundle.
 
         The arrays are kept until the message is gone and must not be written to.
+
+        Args:
+            send: the action, which says to whom.
+            bundle: the arrays.
         """
         dest, tag = self._route(send)
         works = []

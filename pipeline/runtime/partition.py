@@ -62,6 +62,9 @@ def partition_by_count(num_blocks: int, num_stages: int) -> list[tuple[int, int]
 
     The last stage has the head and the loss on top of its blocks, so it is the one to spare.
 
+    Args:
+        num_blocks: how many there are.
+        num_stages: that they are cut into.
     Returns:
         (start, stop) of every stage.
     Raises:

@@ -47,6 +47,11 @@ def program_of(
 ) -> Program:
     """Return the tasks of one rank, so that all ranks together compute these orders.
 
+    Args:
+        orders: of compute, by rank.
+        rank_of: stage -> rank.
+        num_stages: of the model.
+        skips: (from stage, to stage) of its skip connections.
     Raises:
         ScheduleError: the ranks would wait for each other.
     """
@@ -98,7 +103,10 @@ class Programs:
         return self._training
 
     def apart(self, num_microbatches: int) -> tuple[Program, Program]:
-        """Return the programs of forwards and of backwards alone: no rule of the schedule binds their number."""
+        """Return the programs of forwards and of backwards alone.
+
+        No rule of the schedule binds their number.
+        """
         if num_microbatches not in self._apart:
             schedule, num_ranks = self._schedule, self._comm.size
             orders = forwards_of(schedule.rank_of, num_ranks, schedule.num_stages(num_ranks), num_microbatches)

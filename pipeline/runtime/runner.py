@@ -48,7 +48,12 @@ class TaskRunner:
         self._last_stage = last_stage
 
     def run(self, tasks: Iterable[Task], state: StepState) -> None:
-        """Run a program to its end, until all that it sent is gone."""
+        """Run a program to its end, until all that it sent is gone.
+
+        Args:
+            tasks: of this rank, in order.
+            state: of the step; what the tasks give is kept there.
+        """
         for task in tasks:
             self._run(task, state)
             self._comm.progress()

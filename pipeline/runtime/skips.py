@@ -26,6 +26,11 @@ def stage_skips(
 ) -> StageSkips:
     """Return the skip connections between the stages of a model, by giver and taker.
 
+    Args:
+        layers: of the whole model, by name.
+        specs: which of them each stage has.
+        rank_of: stage -> rank.
+        num_ranks: of the pipeline.
     Raises:
         ValueError: as `skips_of`, or too many names go from one stage to another.
     """

@@ -219,7 +219,12 @@ class PipelineStage(Sequential):
         return to_the_end(self.backward_steps(microbatch, cotangents, hooks))
 
     def backward_steps(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> Steps[Grads]:
-        """Run `backward` one op at a time."""
+        """Run `backward` one op at a time.
+
+        Args:
+            microbatch: its number.
+            cotangents: of the outputs that gradients come back for.
+        """
         tape = self._tapes.pop(microbatch)
         roots, grads = tape.start(cotangents)
         if roots:
@@ -235,7 +240,11 @@ class PipelineStage(Sequential):
         return to_the_end(self.backward_input_steps(microbatch, cotangents, hooks))
 
     def backward_input_steps(self, microbatch: int, cotangents: Sequence[Any], hooks: Hooks) -> Steps[Grads]:
-        """Run `backward_input` one op at a time."""
+        """Run `backward_input` one op at a time.
+
+        Args:
+            microbatch, cotangents: see `backward_steps`.
+        """
         tape = self._tapes.pop(microbatch)
         roots, grads = tape.start(cotangents)
         if roots:
@@ -276,7 +285,9 @@ class _Tape:
     reached: list[Parameter]
 
     def start(self, cotangents: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-        """Return where a backward starts: outputs that nothing trainable is behind get their cotangents in vain.
+        """Return where a backward starts.
+
+        Outputs that nothing trainable is behind get their cotangents in vain.
 
         What goes furthest comes first: in one process its contributions would be the first.
         """
