@@ -533,7 +533,7 @@ def test_dropped_work_keeps_its_array(ranks):
         comm.isend(np.full(RING_BYTES, comm.rank, dtype=np.uint8), dest=after, tag=0)
         comm.allreduce(np.zeros(1 << 16))
         comm.allreduce(np.zeros(1 << 16, np.float16), op=ReduceOp.MEAN)
-        exchange = comm.all_to_all(np.full((comm.size, RING_BYTES), comm.rank, dtype=np.uint8))
+        exchange = comm.all_to_all(np.full((comm.size, RING_BYTES // comm.size), comm.rank, dtype=np.uint8))
         gc.collect()
         trash = [np.full(RING_BYTES, 255, dtype=np.uint8) for _ in range(3)]  # takes the memory, were it free
         received = comm.recv(np.empty(RING_BYTES, dtype=np.uint8), source=before, tag=0)

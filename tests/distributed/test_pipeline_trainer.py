@@ -28,7 +28,7 @@ LAYOUTS = {  # by number of ranks: pp, schedule
     1: [(1, "1f1b")],
     2: [(1, "1f1b"), (2, "zero_bubble_h1")],
     3: [(1, "gpipe"), (3, "1f1b")],
-    4: [(2, "zbv"), (4, "1f1b"), (1, "1f1b")],
+    4: [(2, "zbv"), (4, "1f1b")],
 }
 
 

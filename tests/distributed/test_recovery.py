@@ -22,6 +22,20 @@ from minigrad.nn import Buffer
 TIMEOUT_SECONDS = 60.0
 
 
+def every_other(values):
+    """Leave the others to `make test-long`."""
+    return [pytest.param(value, marks=pytest.mark.long) if i % 2 else value for i, value in enumerate(values)]
+
+
+def pairs(first, second):
+    """Return all pairs; each value is in some that `make test` runs."""
+    return [
+        pytest.param(a, b, marks=[pytest.mark.long] if (i + j) % 2 else [])
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
+
+
 def world(size, deaths=None):
     return LocalWorld(size, survive=True, deaths=deaths, timeout_seconds=TIMEOUT_SECONDS)
 
@@ -49,8 +63,7 @@ def same_bits(parameters, expected):
     )
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("victim", "phase"), pairs([0, 2], PHASES))
 def test_replaced_replicas_train_to_the_same_bits(victim, phase):
     expected, losses = undisturbed(3, 1, "1f1b")
     parameters, (_, seen, recoveries) = disturbed(3, {victim: (1, phase)})
@@ -61,7 +74,7 @@ def test_replaced_replicas_train_to_the_same_bits(victim, phase):
     ]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble_h1", "zbv"])
+@pytest.mark.parametrize("schedule", every_other(["1f1b", "gpipe", "zbv", "zero_bubble_h1"]))
 def test_pipelines_are_replaced_out_of_their_replicas(schedule):
     expected, _ = undisturbed(4, 2, schedule)
     for dies in ({3: (1, "hook")}, {0: (1, "begin"), 3: (2, "hook")}):
@@ -79,8 +92,7 @@ def test_fewer_ranks_train_to_the_same_numbers(phase):
         np.testing.assert_allclose(parameters[name], values, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("every", "phase"), pairs([1, 2], PHASES))
 def test_a_stage_without_a_replica_comes_back_from_its_buddy(phase, every):
     expected, _ = undisturbed(2, 2, "1f1b")
     parameters, (_, _, recoveries) = disturbed(2, {1: (2, phase)}, 2, buddy_every=every)
@@ -96,8 +108,7 @@ def test_a_buddy_counts_after_a_recovery_too():
     assert [recovery.source for recovery in recoveries] == ["a buddy's copy"] * 2
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("calls", range(0, 90, 6))
+@pytest.mark.parametrize(("victim", "calls"), pairs([0, 2], range(0, 90, 6)))
 def test_a_rank_may_die_in_any_call(victim, calls):
     expected, _ = undisturbed(3, 1, "1f1b")
     results = world(3, {victim: calls}).run(train, builder())
@@ -123,7 +134,7 @@ def test_a_restore_function_says_where_to_go_on():
     assert sorted(seen) == [1, 2, 3]  # it was asked at the beginning too
 
 
-@pytest.mark.parametrize("calls", range(50, 110, 7))
+@pytest.mark.parametrize("calls", every_other(range(50, 110, 7)))
 def test_a_death_while_others_recover(calls):
     expected, _ = undisturbed(3, 1, "1f1b")
     results = world(3, {0: 52, 1: calls}).run(train, builder())
@@ -158,8 +169,7 @@ def test_what_a_failed_attempt_drew_and_changed_is_forgotten():
     assert world(2).run(program) == [([12, 24, 24, 36], 3.0), ([24, 36], 3.0)]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("victim", "phase"), pairs([0, 2], PHASES))
 def test_a_spare_steps_in_and_the_bits_are_the_same(victim, phase):
     """The last of four ranks waits; the others have the places, and the sums, of a world of three."""
     expected, losses = undisturbed(3, 1, "1f1b")
@@ -212,7 +222,7 @@ def test_spares_end_with_those_who_leave_the_loop_early():
     assert world(4).run(program) == [[0, 1, 2], [0, 1, 2], [], []]
 
 
-@pytest.mark.parametrize("calls", range(0, 60, 7))
+@pytest.mark.parametrize("calls", every_other(range(0, 60, 7)))
 def test_a_rank_may_die_in_any_call_where_spares_wait(calls):
     expected, _ = undisturbed(3, 1, "1f1b")
     results = world(4, {calls % 4: calls}).run(lambda comm: train(comm, builder(), heal=Heal.SPARES, num_spares=1))

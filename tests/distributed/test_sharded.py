@@ -19,7 +19,7 @@ from minigrad.param_groups import Group, Groups
 from minigrad.precision import use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
-CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=4, num_heads=2, width=8, dropout=0.1)
+CONFIG = gpt.GPTConfig(vocab_size=17, context=6, num_layers=2, num_heads=2, width=8, dropout=0.1)
 SAMPLES = {1: (9,), 2: (5, 4), 3: (4, 5, 6), 4: (4, 5, 4, 6)}  # of each replica
 RULES = {
     "sgd": optim.SGD(0.3),
@@ -103,9 +103,10 @@ def test_shards_train_to_the_same_bits(ranks, rule):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_shards_of_a_pipeline_train_to_the_same_bits(ranks, schedule):
-    without = ranks.run(lambda comm: train(comm, 0, pp=2, schedule=schedule))
+    options = {"pp": 2, "schedule": schedule, "config": replace(CONFIG, num_layers=4)}
+    without = ranks.run(lambda comm: train(comm, 0, **options))
     for zero in LEVELS:
-        check_same(ranks.run(lambda comm, zero=zero: train(comm, zero, pp=2, schedule=schedule)), without)
+        check_same(ranks.run(lambda comm, zero=zero: train(comm, zero, **options)), without)
 
 
 @pytest.mark.soak

@@ -17,6 +17,7 @@ from pipeline.schedules.search import search
 
 # ZB-2p of the same tables, and the memory of a deferred weight half as a share of a micro-batch's activations.
 ZB_2P = (0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010, 0.0066, 0.0054, 0.0028, 0.0038, 0.0029, 0.0018)
+LONG = pytest.mark.long
 DEFERRED = (0.366,) * 3 + (0.432,) * 9
 
 
@@ -46,7 +47,7 @@ def a_v(num_ranks, num_microbatches, limit):
     )
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", [0, 3, *(pytest.param(index, marks=LONG) for index in (1, 2, 4, 5))])
 def test_the_search_is_as_short_as_zb_2p_and_proves_that_nothing_is_shorter(index):
     """All twelve rows: benchmarks/search.py."""
     found = search(published(PUBLISHED[index], DEFERRED[index]), measure="span", num_tries=10, seconds=60)
@@ -55,7 +56,10 @@ def test_the_search_is_as_short_as_zb_2p_and_proves_that_nothing_is_shorter(inde
     assert found.num_tries < 10
 
 
-@pytest.mark.parametrize(("p", "k", "bubble"), [(3, 4, 5), (4, 4, 11), (4, 5, 8), (4, 6, 5), (4, 7, 3), (4, 8, 0)])
+@pytest.mark.parametrize(
+    ("p", "k", "bubble"),
+    [(3, 4, 5), (4, 6, 5), (4, 8, 0), *(pytest.param(*row, marks=LONG) for row in [(4, 4, 11), (4, 5, 8), (4, 7, 3)])],
+)
 def test_a_v_is_as_short_as_the_public_search_with_the_same_memory(p, k, bubble):
     found = search(a_v(p, 2 * p, k), measure="span", num_tries=60, seconds=60)
     assert found.timeline.span_bubble <= bubble

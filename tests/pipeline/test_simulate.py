@@ -20,9 +20,9 @@ PUBLISHED = [
     (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1106, 0.0490, 0.1164, 2),
     (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594, 0.0257, 0.0624, 2),
 ]
-ROWS = pytest.mark.parametrize(  # the largest, which say no more than the others of 32 ranks, with the long tests
+ROWS = pytest.mark.parametrize(  # the larger ones, which say no more, with the long tests
     "row",
-    [pytest.param(row, marks=[pytest.mark.long] if row[0] * row[1] > 4000 else []) for row in PUBLISHED],
+    [pytest.param(row, marks=[pytest.mark.long] if row[0] * row[1] > 1000 else []) for row in PUBLISHED],
     ids=lambda row: f"{row[0]}-{row[1]}",
 )
 COLUMNS = {"1f1b": 6, "zero_bubble_h1": 7, "zero_bubble_h2": 8}
