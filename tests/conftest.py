@@ -27,8 +27,10 @@ that a test runs in each of them once, on this side or on that:
 from __future__ import annotations
 
 import gc
+import re
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,7 @@ from minigrad.backend import use_gpu
 UNDER_MPI = launched_by_mpi()
 MPI_WORLD = pytest.StashKey[Communicator]()
 TIMEOUT_SECONDS = 30.0
+TAKES_RANKS = re.compile(r"def test_[^)]*\branks\b")
 # Files of more than 10 seconds of CPU that start no processes, which would tell that they take long.
 LONGEST = {
     *("test_equality", "test_pipeline_trainer", "test_recovery", "test_checkpoint_layouts", "test_sharded"),
@@ -94,6 +97,13 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         if launcher_rank() != 0:
             config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under mpirun, leave out files without a test of `ranks`: to import them all takes each rank ten seconds."""
+    if UNDER_MPI and collection_path.suffix == ".py" and not TAKES_RANKS.search(collection_path.read_text()):
+        return True
+    return None
 
 
 def pytest_collection() -> None:

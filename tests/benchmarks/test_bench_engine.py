@@ -19,6 +19,11 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason=
 WITHOUT_TORCH = [name for name in STEPS if "torch" not in name]
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIGRAD_KERNELS", "numpy")  # to load numba takes each worker a second
+
+
 @pytest.mark.parametrize(("measured", "verdict"), [(0.9, "met"), (0.91, "missed")])
 def test_a_line_says_whether_its_target_is_met(measured: float, verdict: str) -> None:
     assert str(Line("a / b", measured, "x", 0.9)).split()[-4:] == ["<=", "0.90", "x", verdict]
