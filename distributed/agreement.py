@@ -74,9 +74,7 @@ def same_on_all(comm: Communicator, noun: str, entries: Sequence[str]) -> None:
 def agree(comm: Communicator, prepare: Callable[[], Array], *, num_columns: int) -> Array:
     """Run a check on every rank; all raise the message of the first that fails.
 
-    Collective.
-
-    One small allgather where nothing is wrong, so a training step can afford it.
+    Collective. One small allgather where nothing is wrong, so a training step can afford it.
 
     Args:
         prepare: raises ValueError or TypeError for bad input; else returns (num_columns,) int64 to tell the others.

@@ -126,9 +126,8 @@ def global_norm(part: ModelPart, gradients: Gradients = WITH_PARAMETERS) -> floa
 def clip_by_global_norm(part: ModelPart, max_norm: float, gradients: Gradients = WITH_PARAMETERS) -> float:
     """Scale all gradients so that their norm is at most `max_norm`. Collective.
 
-    By max_norm / norm, where the norm of the whole model is larger.
-
-    After `ddp.wait()`: then replicas, which have equal gradients, clip alike.
+    By max_norm / norm, where the norm of the whole model is larger. After `ddp.wait()`: then replicas, which have equal
+    gradients, clip alike.
 
         norm = clip_by_global_norm(stages, 1.0)
 

@@ -17,9 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class StopRequest:
     """Notes signals that ask this process to end, instead of ending it.
 
-    Making one is collective.
-
-    A second Ctrl-C is not noted: it ends the process as ever.
+    Making one is collective. A second Ctrl-C is not noted: it ends the process as ever.
 
         with StopRequest(comm) as stop:
             for step in ...:

@@ -47,9 +47,8 @@ def _check(array: Any, where: str) -> None:
 def detect_anomaly() -> Iterator[None]:
     """Raise FloatingPointError at the first nan or infinity inside.
 
-    It names the op, its module, the shape, and whether it was in the forward or the backward.
-
-    An infinity that a model means to have (a mask) counts too. Costs a pass over every array.
+    It names the op, its module, the shape, and whether it was in the forward or the backward. An infinity that a model
+    means to have (a mask) counts too. Costs a pass over every array.
     """
     with hooked_by(_FirstAnomaly()):
         yield

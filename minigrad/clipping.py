@@ -19,9 +19,8 @@ from minigrad.parameter import Parameter, check_usable
 def grad_square_sum(params: Iterable[Parameter]) -> float:
     """Return the sum of squares of all gradients.
 
-    Sums of ranks that hold different parameters add.
-
-    It is added up in float64, so that it is finite for all finite gradients but the largest of float64.
+    Sums of ranks that hold different parameters add. It is added up in float64, so that it is finite for all finite
+    gradients but the largest of float64.
 
     Raises:
         RuntimeError: somebody holds one of the gradients.
@@ -38,9 +37,8 @@ def _square_sum(grads: Iterable[Array]) -> float:
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`.
 
-    By max_norm / norm, where the norm of the whole model's gradient is larger.
-
-    A norm that is infinite or nan scales nothing: gradients of 0 would hide it.
+    By max_norm / norm, where the norm of the whole model's gradient is larger. A norm that is infinite or nan scales
+    nothing: gradients of 0 would hide it.
 
     Args:
         params: whose gradients are scaled.

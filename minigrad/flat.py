@@ -75,9 +75,8 @@ class FlatBuffer:
     def move_grad(self, storage: Array) -> None:
         """Let the gradients live in `storage` from now on.
 
-        Memory from which a communicator reduces fastest, say.
-
-        Values stay, and so does what counts as fresh. Whoever took `p.grad` before holds the old memory.
+        Memory from which a communicator reduces fastest, say. Values stay, and so does what counts as fresh. Whoever
+        took `p.grad` before holds the old memory.
 
         Args:
             storage: (n,) contiguous, of the same dtype, used by nobody else.
@@ -190,9 +189,8 @@ class FlatBuffer:
     def adopt(params: Iterable[Parameter]) -> list[FlatRange]:
         """Give the parameters without an owner one.
 
-        They get new flats, one for each dtype, in reverse parameter order.
-
-        Those that have an owner stay where they are. The same parameter given twice counts once.
+        They get new flats, one for each dtype, in reverse parameter order. Those that have an owner stay where they
+        are. The same parameter given twice counts once.
 
         Args:
             params: in the order of the model.

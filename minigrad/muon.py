@@ -52,9 +52,8 @@ def orthogonalized(g: Array, *, num_iterations: int = 5) -> Array:
 class Muon(TakesALearningRate, DividingRule):
     """Momentum whose matrices are orthogonalized.
 
-    v += (1 - momentum)(g - v); w -= lr (s orthogonalized(g + momentum (v - g)) + weight_decay w).
-
-    s = sqrt(max(1, outputs / inputs)) of a (inputs, outputs) matrix.
+    v += (1 - momentum)(g - v); w -= lr (s orthogonalized(g + momentum (v - g)) + weight_decay w). s = sqrt(max(1,
+    outputs / inputs)) of a (inputs, outputs) matrix.
 
     Attributes:
         lr: a number or a function of the step (from 0), of matrices.

@@ -103,6 +103,7 @@ class Optimizer:
     Attributes:
         is_captured: a captured step is under way (`cuda_graph.py`), which calls `advance` itself.
     Raises:
+        TypeError: rule is no rule, or params are groups of them, as PyTorch has them.
         ValueError: max_norm is not positive, or there is a loss_scale without it.
         RuntimeError: max_norm is given for parameters of a part of a model.
     """
@@ -157,10 +158,9 @@ class Optimizer:
     def was_taken(self) -> bool:
         """Return whether the last step changed anything.
 
-        A step that did not is not counted. Asks a GPU.
-
-        With `max_norm` a step changes nothing where the norm is infinite or nan. A GPU takes its own account of steps
-        that were; `num_steps` and so the learning rate have heard of others when this was last called.
+        A step that did not is not counted. Asks a GPU. With `max_norm` a step changes nothing where the norm is
+        infinite or nan. A GPU takes its own account of steps that were; `num_steps` and so the learning rate have heard
+        of others when this was last called.
 
         Raises:
             FloatingPointError: the loss scale has skipped too many steps in a row.

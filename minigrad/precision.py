@@ -77,9 +77,8 @@ def use_precision(params: Iterable[Parameter], precision: str) -> None:
 class LossScale(StepGuard):
     """A factor on the loss that keeps float16 gradients from 0 and infinity.
 
-    It is the guard of its steps too.
-
-    An optimizer that is given it does the rest, and on a GPU asks nothing: factor and counts lie there.
+    It is the guard of its steps too. An optimizer that is given it does the rest, and on a GPU asks nothing: factor and
+    counts lie there.
 
         optimizer = Optimizer(params, AdamW(1e-3), max_norm=1.0, loss_scale=scale)
         mg.backward(loss * scale.factor)

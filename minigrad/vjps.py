@@ -50,9 +50,7 @@ def constant(c: Array) -> Vjp:
 class AddingVjp:
     """The vjp of an input that can also add to what other uses have given.
 
-    It does so in the same pass.
-
-    So the gradient of what passes a norm by is not read and written once more.
+    It does so in the same pass. So the gradient of what passes a norm by is not read and written once more.
 
     Args:
         onto: (g, have): return the contribution, plus `have` where that is not None; a new array.
@@ -74,9 +72,8 @@ class AddingVjp:
 class WeightVjp:
     """The vjp of a weight that can also write straight into the gradient's memory.
 
-    It writes in the gradient's own dtype.
-
-    So no gradient is copied, and where weights are of half precision theirs are summed up in float32.
+    It writes in the gradient's own dtype. So no gradient is copied, and where weights are of half precision theirs are
+    summed up in float32.
 
     Args:
         weight: of the op's arguments the one that this is for; only shape and dtype are kept.

@@ -70,9 +70,7 @@ class Checkpoint:
 class Checkpointer:
     """Saves and loads a model and its optimizer in a folder that all ranks see.
 
-    Making one is collective.
-
-    Costs a copy of what this rank saves, in host memory, for as long as this object lives.
+    Making one is collective. Costs a copy of what this rank saves, in host memory, for as long as this object lives.
 
     Buffers are saved as one of the ranks that hold them has them: where training changes them, call
     `ddp.sync_buffers()` first.
@@ -122,10 +120,9 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Save in the background. Collective.
 
-        On return this rank's part is copied, and training may go on.
-
-        Where the last save is still being written, this waits for it first. Checkpoints of later steps are removed with
-        the oldest: whoever saves step 200 after step 300 went back.
+        On return this rank's part is copied, and training may go on. Where the last save is still being written, this
+        waits for it first. Checkpoints of later steps are removed with the oldest: whoever saves step 200 after step
+        300 went back.
 
         Args:
             step: number of steps that are done.
@@ -181,9 +178,8 @@ class Checkpointer:
     def own_folder(self) -> None:
         """Take the checkpoints that there are for this run's own.
 
-        It is for ranks that loaded none. Not collective, but all ranks call it.
-
-        For a run that has its state from elsewhere: from ranks that live, after a death.
+        It is for a run that loaded none, as it has its state from elsewhere: from ranks that live, after a death. Not
+        collective, but all ranks call it.
         """
         self._knows_folder = True
 

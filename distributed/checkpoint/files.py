@@ -172,9 +172,8 @@ class Saving:
 def commit(unfinished: Path, manifest: Manifest, *, keep_last: int) -> None:
     """Make a checkpoint of a folder that holds all parts.
 
-    Those that it makes dispensable are removed.
-
-    A run that went back to an older checkpoint replaces what came after it: steps are in the order of their saving.
+    Those that it makes dispensable are removed. A run that went back to an older checkpoint replaces what came after
+    it: steps are in the order of their saving.
 
     Args:
         unfinished: the folder.

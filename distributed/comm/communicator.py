@@ -330,9 +330,7 @@ class Communicator(ABC):
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make messages between some ranks as fast as they can be.
 
-        All others can be sent as well.
-
-        Collective, blocking; once.
+        All others can be sent as well. Collective, blocking; once.
 
         Args:
             pairs: (source, dest); the same on every rank.
@@ -380,10 +378,8 @@ class Communicator(ABC):
     def calls_about(self, what: str) -> Iterator[None]:
         """Say what the collectives launched inside the `with` are about.
 
-        A bucket of gradients, for example.
-
-        Where ranks compare their calls they compare this too, and an error names it: two ranks that reduce as many
-        numbers of something else are found.
+        A bucket of gradients, for example. Where ranks compare their calls they compare this too, and an error names
+        it: two ranks that reduce as many numbers of something else are found.
         """
         before, self._subject = self._subject, what
         try:

@@ -31,10 +31,8 @@ _COMPARED = 1 << 20  # tokens at the start of a file by which it is known again
 class Sampler:
     """Draws this replica's share of each batch.
 
-    A share is consecutive rows, as equal in number as can be.
-
-    Each sample is drawn once an epoch; a batch that reaches the end of one goes on in the next. Eight bytes of memory
-    a sample hold the order of the current epoch.
+    A share is consecutive rows, as equal in number as can be. Each sample is drawn once an epoch; a batch that reaches
+    the end of one goes on in the next. Eight bytes of memory a sample hold the order of the current epoch.
 
     Args:
         num_samples: samples in the data set.
@@ -202,9 +200,8 @@ def validation_batches(
 ) -> Iterator[tuple[Int64s, Int64s]]:
     """Yield all windows that do not overlap, in order, in batches.
 
-    These are of nearly equal size, at least `batch_size`.
-
-    Replicas take the batches in turn; the last ones may get one less, or none.
+    These are of nearly equal size, at least `batch_size`. Replicas take the batches in turn; the last ones may get one
+    less, or none.
 
     Args:
         tokens: (n,) integers, more than context.

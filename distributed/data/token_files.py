@@ -114,9 +114,8 @@ def as_row(tokens: ArrayLike, name: str = "tokens") -> Tokens:
 def check_whole(tokens: Tokens) -> None:
     """Check that the file behind mapped tokens is as long as it was.
 
-    A read beyond its end kills the process (SIGBUS).
-
-    It costs a microsecond; call it before each read. What shrinks between the two still kills.
+    A read beyond its end kills the process (SIGBUS). It costs a microsecond; call it before each read. What shrinks
+    between the two still kills.
 
     Raises:
         ValueError: it has shrunk.

@@ -12,10 +12,9 @@ from minigrad.nn import BatchNorm, ParamGetter
 class SyncBatchNorm(BatchNorm):
     """Normalise over the batch of all ranks, as `BatchNorm` does in one process.
 
-    Making one is collective.
-
-    Value, gradient and running statistics are those of one process up to rounding, and have the same bits on all ranks.
-    In training each call is collective, forward and backward: one message of 2 C + 1 and one of 2 C numbers.
+    Making one is collective. Value, gradient and running statistics are those of one process up to rounding, and have
+    the same bits on all ranks. In training each call is collective, forward and backward: one message of 2 C + 1 and
+    one of 2 C numbers.
 
     Args:
         comm: the ranks that hold replicas.

@@ -55,9 +55,8 @@ class Link:
     def fit(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
         """Return the line closest to what was measured.
 
-        It has the least squares of the relative error.
-
-        Of the absolute error the largest message would decide alone, and the latency would be its noise.
+        It has the least squares of the relative error. Of the absolute error the largest message would decide alone,
+        and the latency would be its noise.
 
         Args:
             sizes: of the messages, in bytes.
@@ -131,9 +130,8 @@ def measure_link(comm: Communicator, xp: ModuleType = np) -> Link:
 def best_bucket_bytes(latency: float, seconds_a_byte: float, num_bytes: int, backward_seconds: float) -> int:
     """Return the power of two whose buckets leave least after the backward.
 
-    It is `SMALLEST_BYTES` at least.
-
-    Of equals the largest, which is fewest messages. The first power that holds all gradients is the last one tried.
+    It is `SMALLEST_BYTES` at least. Of equals the largest, which is fewest messages. The first power that holds all
+    gradients is the last one tried.
 
     Args:
         latency, seconds_a_byte: of a link.

@@ -25,9 +25,8 @@ def allreduce(grad: Array, comm: Communicator) -> Work:
 def average(grad: Array, comm: Communicator) -> Work:
     """Send gradients of which all ranks have the same share.
 
-    They are not multiplied by it yet.
-
-    What buckets do in place of `allreduce` where they can: the same bits, and on a GPU no pass before the reduction.
+    They are not multiplied by it yet. What buckets do in place of `allreduce` where they can: the same bits, and on a
+    GPU no pass before the reduction.
     """
     return comm.average(grad)
 
@@ -35,10 +34,9 @@ def average(grad: Array, comm: Communicator) -> Work:
 def compressed(dtype: Any) -> CommHook:
     """Return a hook that sends gradients in a narrower dtype.
 
-    float16 and bfloat16 are half the bytes of float32.
-
-    What is summed is rounded to that dtype once before the sum and once after it. float16 overflows beyond 65504:
-    gradients in a loss scale or without clipping may need bfloat16 (`ml_dtypes.bfloat16`).
+    float16 and bfloat16 are half the bytes of float32. What is summed is rounded to that dtype once before the sum and
+    once after it. float16 overflows beyond 65504: gradients in a loss scale or without clipping may need bfloat16
+    (`ml_dtypes.bfloat16`).
     """
 
     def hook(grad: Array, comm: Communicator) -> Work:

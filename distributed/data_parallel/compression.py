@@ -33,9 +33,7 @@ _SCALE_BYTES = 4
 class ErrorFeedback(FeedbackHook):
     """A comm hook that sends gradients in a narrow dtype, and keeps the difference.
 
-    What is kept is added in the next step.
-
-    Where a slice is not finite, all of it arrives as nan.
+    What is kept is added in the next step. Where a slice is not finite, all of it arrives as nan.
 
     Args:
         dtype: one of `LARGEST`; all but int8 and float16 need `ml_dtypes`.

@@ -185,9 +185,7 @@ class DistributedDataParallel:
     def hooks_for(self, counts: Array, *, mean_over: float | None = None) -> Hooks:
         """Return the hooks for one backward, where `count_samples` has been called.
 
-        See `hooks`.
-
-        Collective where the weights are checked.
+        See `hooks`. Collective where the weights are checked.
 
         Args:
             counts: what `count_samples` returned.
@@ -297,10 +295,17 @@ class DistributedDataParallel:
     def clip_by_global_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most `max_norm`. Collective.
 
-        By max_norm / norm, where the norm of the whole model is larger.
+        By max_norm / norm, where the norm of the whole model is larger. In any layout: over the stages of a pipeline,
+        over shards, and in one process; with sums="exact" exactly. `distributed.clip_by_global_norm` is this for
+        gradients that no rank has in shards.
 
-        In any layout: over the stages of a pipeline, over shards, and in one process; with sums="exact" exactly. After
-        `wait`. See `distributed.clip_by_global_norm`, which is this for gradients that no rank has in shards.
+        Args:
+            max_norm: above 0; infinity only measures.
+        Returns:
+            The norm before clipping, the same on every rank.
+        Raises:
+            ValueError: max_norm is not positive.
+            RuntimeError: gradients are not averaged yet: call it after `wait`.
         """
         return clip_by_global_norm(self._part, max_norm, self.buckets)
 
@@ -338,11 +343,10 @@ class DistributedDataParallel:
     def sync_buffers(self) -> None:
         """Give every rank the same buffers. Collective.
 
-        They are rank 0's, or with `buffers="mean"` the mean of all.
-
-        Rank 0's are taken once when this is made. After that each rank's are its own, unless `buffers` says otherwise,
-        since only their module knows what they mean: call this before evaluating or saving if training changes them.
-        The model is asked anew which buffers it has: a module may have assigned others.
+        They are rank 0's, or with `buffers="mean"` the mean of all. Rank 0's are taken once when this is made. After
+        that each rank's are its own, unless `buffers` says otherwise, since only their module knows what they mean:
+        call this before evaluating or saving if training changes them. The model is asked anew which buffers it has: a
+        module may have assigned others.
 
         Raises:
             ValueError: the ranks have different buffers; the same message on every rank.

@@ -35,10 +35,8 @@ from minigrad.parameter import Parameter
 class PowerSGD(FeedbackHook):
     """A comm hook that sends a few columns for each matrix of gradients.
 
-    The difference is kept for the next step.
-
-    A parameter of more than two axes is a matrix of its first axis by all others. Where one gradient of a bucket is not
-    finite on some rank, all of the bucket arrives as nan.
+    The difference is kept for the next step. A parameter of more than two axes is a matrix of its first axis by all
+    others. Where one gradient of a bucket is not finite on some rank, all of the bucket arrives as nan.
 
     Args:
         rank: number of columns, r above; 4 by default, as in most of the paper's results.

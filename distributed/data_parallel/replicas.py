@@ -102,9 +102,8 @@ def check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
 def fingerprint(array: Array) -> int:
     """Return the sum of an array's words, mod 2^64.
 
-    But for rare chance it changes when any bit does.
-
-    Computed where the array lies, GPU or host; the same bits give the same number on both.
+    But for rare chance it changes when any bit does. Computed where the array lies, GPU or host; the same bits give the
+    same number on both.
     """
     words = xp_of(array).ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
     return int(words.sum(dtype=np.uint64))

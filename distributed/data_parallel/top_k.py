@@ -25,9 +25,8 @@ from minigrad.nn import Buffer
 class TopK(FeedbackHook):
     """A comm hook that sends a bucket's largest gradients, and keeps the others.
 
-    What is kept is added in the next step.
-
-    Where a gradient of a bucket is not finite, some of the bucket arrives as nan.
+    What is kept is added in the next step. Where a gradient of a bucket is not finite, some of the bucket arrives as
+    nan.
 
     Args:
         share: of a bucket's numbers that is sent, at least one; a hundredth by default.

@@ -217,9 +217,8 @@ class Trainer:
     def end_step(self) -> TrainingMetrics | None:
         """Step with the losses accumulated so far.
 
-        It is for the end of an epoch, where the last group may not be full.
-
-        Collective: every rank calls it, or is at the last loss of this step. Each rank needs a loss in the group.
+        It is for the end of an epoch, where the last group may not be full. Collective: every rank calls it, or is at
+        the last loss of this step. Each rank needs a loss in the group.
 
         Returns:
             None where no rank has a loss of a step under way.
@@ -237,9 +236,8 @@ class Trainer:
     def cancel(self) -> None:
         """Give up the step under way, with its accumulated losses and gradients.
 
-        The next loss begins a new one.
-
-        On several ranks, those call it that had an exception and go on: see `DistributedDataParallel.cancel`.
+        The next loss begins a new one. On several ranks, those call it that had an exception and go on: see
+        `DistributedDataParallel.cancel`.
         """
         self.ddp.cancel()
         self.optimizer.zero_grad()

@@ -46,9 +46,8 @@ class Saved:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script, and end with one line and exit code 2 where it cannot go on.
 
-    That is where its flags are wrong, or where it cannot have what it needs, such as memory or a file.
-
-    `python -X dev` shows where it was instead.
+    That is where its flags are wrong, or where it cannot have what it needs, such as memory or a file. `python -X dev`
+    shows where it was instead.
     """
     try:
         main()
@@ -62,9 +61,8 @@ def run_script(main: Callable[[], None]) -> None:
 def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | None = None) -> S:
     """Read and check the command line.
 
-    Ends the run with one line and exit code 2 if something is wrong with it.
-
-    A run that is resumed has the settings that it was started with, but for those that are given anew.
+    Ends the run with one line and exit code 2 if something is wrong with it. A run that is resumed has the settings
+    that it was started with, but for those that are given anew.
 
     Args:
         kind: a dataclass of flags, one a field.

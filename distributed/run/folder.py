@@ -156,9 +156,8 @@ class RunFolder:
     def draw(self, events: Sequence[Event] | None, step: int, *, loss_unit: str) -> list[str]:
         """Draw the metrics, and what ran when in a recorded step.
 
-        A pipeline's timeline is drawn beside what it should have been.
-
-        A picture is never worth a run: what goes wrong with one, whatever it is, comes back as a line.
+        A pipeline's timeline is drawn beside what it should have been. A picture is never worth a run: what goes wrong
+        with one, whatever it is, comes back as a line.
 
         Args:
             events: of the step that was recorded, in order of their start; None or empty where none was.

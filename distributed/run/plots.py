@@ -194,9 +194,7 @@ def curve_of(metrics: Metrics, key: str) -> Curve:
 def smooth(curve: Curve) -> Curve:
     """Return the running median over a twenty-fifth of the run.
 
-    At no more points than a picture can show.
-
-    The window is centred, and cut off where it would reach beyond the run.
+    At no more points than a picture can show. The window is centred, and cut off where it would reach beyond the run.
     """
     length = len(curve.steps)
     places = np.unique(np.linspace(0, length - 1, min(length, LONGEST_LINE)).astype(int))

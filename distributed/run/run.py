@@ -290,9 +290,8 @@ class Run:
     def log(self, loss: float, **more: float) -> None:
         """Note what this step did.
 
-        Every step logs a loss; `more` goes into its line of metrics as it is.
-
-        A `grad_norm` that is not finite says that no rank took this step, see `StepGuard`; the summary counts them.
+        Every step logs a loss; `more` goes into its line of metrics as it is. A `grad_norm` that is not finite says
+        that no rank took this step, see `StepGuard`; the summary counts them.
         """
         self.note(loss=loss, **more)
 

@@ -46,9 +46,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of a project of Weights & Biases, with this run's name.
 
-    A run that goes on goes on there too.
-
-    What wandb reads from the environment counts: WANDB_API_KEY, WANDB_MODE=offline and others.
+    A run that goes on goes on there too. What wandb reads from the environment counts: WANDB_API_KEY,
+    WANDB_MODE=offline and others.
     """
 
     def __init__(self, project: str, folder: Path, settings: Mapping[str, Any]) -> None:

@@ -51,9 +51,8 @@ class HostClock:
 class DeviceClock:
     """The time at which the current stream of a GPU comes to something.
 
-    Moments of it are events.
-
-    A recording begins with a wait for the GPU, so that one event is at a known time of the host.
+    Moments of it are events. A recording begins with a wait for the GPU, so that one event is at a known time of the
+    host.
 
     Args:
         cuda: `cupy.cuda`.

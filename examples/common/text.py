@@ -55,11 +55,9 @@ def split(
 def trigram_nats(train: Tokens, validation: Tokens) -> float:
     """Measure what counting can do, in nats a byte.
 
-    A table predicts each byte from the two before it.
-
-    A model is worth training if it does better. The table is a strong one: interpolated Kneser-Ney smoothing with the
-    usual discount, 0.75 (on Python 3.11's text 1.70 nats; add-one smoothing gives 1.99, a bigram table 2.3). All
-    of the text is read, about 10 s a gigabyte.
+    A table predicts each byte from the two before it. A model is worth training if it does better. The table is a
+    strong one: interpolated Kneser-Ney smoothing with the usual discount, 0.75 (on Python 3.11's text 1.70 nats; add-
+    one smoothing gives 1.99, a bigram table 2.3). All of the text is read, about 10 s a gigabyte.
 
     Args:
         train: bytes to count in.

@@ -152,10 +152,8 @@ def load(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None
 def save(params: Iterable[Parameter], config: GPTConfig, folder: Folder) -> None:
     """Write a whole GPT as model.safetensors and config.json.
 
-    transformers reads the folder as a GPT2LMHeadModel.
-
-    Values are written in the parameters' dtype. The folder is made if need be. Each of the two files replaces an
-    older one whole, once both are written; other files are left alone.
+    transformers reads the folder as a GPT2LMHeadModel. Values are written in the parameters' dtype. The folder is made
+    if need be. Each of the two files replaces an older one whole, once both are written; other files are left alone.
 
     Raises:
         ValueError: the parameters are not those of a whole GPT of this configuration: lists all that is wrong.

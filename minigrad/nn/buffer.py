@@ -11,10 +11,9 @@ from minigrad.tensor import Tensor
 class Buffer(Tensor):
     """A named array of a module's state that is not trained.
 
-    It may be a table of positions, or a running mean.
-
-    It is saved and loaded with the parameters, and gets no gradient. It comes from neither parameters nor data, so
-    to the split of a backward in two halves it is what a number is: `weight_side` is None.
+    It may be a table of positions, or a running mean. It is saved and loaded with the parameters, and gets no gradient.
+    It comes from neither parameters nor data, so to the split of a backward in two halves it is what a number is:
+    `weight_side` is None.
 
     Args:
         data: array of numbers or booleans; copied, so that nobody else holds the memory.

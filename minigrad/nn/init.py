@@ -67,9 +67,8 @@ class ParamGetter:
     def tied(self) -> ParamGetter:
         """A getter for parameters that another layer has too.
 
-        `param.tied("weight", shape, init)` is the same object.
-
-        One of the layers may ask without a tie, whichever is made first.
+        `param.tied("weight", shape, init)` is the same object. One of the layers may ask without a tie, whichever is
+        made first.
         """
         return replace(self, ties=True)
 

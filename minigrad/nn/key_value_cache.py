@@ -50,9 +50,7 @@ class KeyValueCache:
     def room(self, count: int) -> tuple[Array, int]:
         """Return the memory, and where in it the next positions go.
 
-        It is (2, B, heads, max_length, d), once there are some.
-
-        Who writes them there counts them in `length`.
+        It is (2, B, heads, max_length, d), once there are some. Who writes them there counts them in `length`.
 
         Raises:
             ValueError: there is no room for so many.

@@ -90,9 +90,8 @@ class Embedding(Module):
 class Dropout(Module):
     """Zero a share of the values while training.
 
-    The mask is keyed by this layer's name: see `rng`.
-
-    The first axis counts samples. In training, with a rate above 0, run the forward in `rng.scope`.
+    The mask is keyed by this layer's name: see `rng`. The first axis counts samples. In training, with a rate above 0,
+    run the forward in `rng.scope`.
 
     Raises:
         ValueError: rate is outside [0, 1).

@@ -66,11 +66,9 @@ class GroupNorm(Module):
 class BatchNorm(Module):
     """Normalise each channel over the samples at hand.
 
-    (B, width, ...) -> the same shape.
-
-    In `eval` it takes the running mean and variance of training, two buffers. What the samples at hand are, a
-    micro-batch on one rank, depends on the layout: of all layers this one alone gives other numbers in another one.
-    GroupNorm does not; nor, over replicas, does `distributed.SyncBatchNorm`.
+    (B, width, ...) -> the same shape. In `eval` it takes the running mean and variance of training, two buffers. What
+    the samples at hand are, a micro-batch on one rank, depends on the layout: of all layers this one alone gives other
+    numbers in another one. GroupNorm does not; nor, over replicas, does `distributed.SyncBatchNorm`.
 
     Args:
         momentum: the share of the newest batch in the running mean and variance.

@@ -287,9 +287,8 @@ class _Tape:
     def start(self, cotangents: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
         """Return where a backward starts.
 
-        Outputs that nothing trainable is behind get their cotangents in vain.
-
-        What goes furthest comes first: in one process its contributions would be the first.
+        Outputs that nothing trainable is behind get their cotangents in vain. What goes furthest comes first: in one
+        process its contributions would be the first.
         """
         pairs = [(root, g) for root, g in zip(self.roots, cotangents, strict=True) if root.requires_grad][::-1]
         return [root for root, _ in pairs], [g for _, g in pairs]

@@ -87,10 +87,8 @@ class _LocalWork(Work):
 class LocalCommunicator(Communicator):
     """One thread's end of a communicator.
 
-    LocalWorld.run makes it, and so do split and heal.
-
-    Reductions combine in rank order and read the arrays when the last rank has joined, not before: whoever writes
-    into an array in flight sees a wrong sum.
+    LocalWorld.run makes it, and so do split and heal. Reductions combine in rank order and read the arrays when the
+    last rank has joined, not before: whoever writes into an array in flight sees a wrong sum.
     """
 
     def __init__(self, space: _Space, rank: int, *, max_message_elements: int, is_newcomer: bool = False) -> None:

@@ -37,9 +37,7 @@ def shared_buffer(
 ) -> SharedBuffer | None:
     """Make a buffer that the ranks of each host share. Collective.
 
-    None where there is nothing to share.
-
-    Where only the machine is in the way (space, unequal hosts), rank 0 warns.
+    None where there is nothing to share. Where only the machine is in the way (space, unequal hosts), rank 0 warns.
 
     Args:
         ranks: all that reduce it.
