@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.mpi.family import NEWCOMER, starting
+from distributed.comm.mpi.lifetime import NEWCOMER, starting
 from distributed.comm.outcome import note_end
 from distributed.comm.settings import Settings
 from distributed.comm.solo import SoloCommunicator

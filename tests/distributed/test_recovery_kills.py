@@ -47,14 +47,14 @@ print(json.dumps(digest(parameters)), flush=True)
 
 STUCK = """
 import ctypes, signal, sys
-from distributed.comm.mpi import family
+from distributed.comm.mpi import lifetime
 
-family.STUCK_SECONDS = 0.2
-with family.dead_if_stuck():
+lifetime.STUCK_SECONDS = 0.2
+with lifetime.dead_if_stuck():
     pass
 assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 print("left in time", flush=True)
-with family.dead_if_stuck():
+with lifetime.dead_if_stuck():
     ctypes.PyDLL(None).sleep(50)  # with Python's lock held, as mpi4py starts MPI
 """
 
