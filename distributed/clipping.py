@@ -92,7 +92,7 @@ class PartNorm(NamedTuple):
 class Gradients(Protocol):
     """Where the gradients of a part are.
 
-    Whole with their parameters, or wherever buckets have them.
+    They are whole with their parameters, or wherever buckets have them.
     """
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm: ...
@@ -126,8 +126,8 @@ def global_norm(part: ModelPart, gradients: Gradients = WITH_PARAMETERS) -> floa
 def clip_by_global_norm(part: ModelPart, max_norm: float, gradients: Gradients = WITH_PARAMETERS) -> float:
     """Scale all gradients so that their norm is at most `max_norm`. Collective.
 
-    By max_norm / norm, where the norm of the whole model is larger. After `ddp.wait()`: then replicas, which have equal
-    gradients, clip alike.
+    They are multiplied by max_norm / norm where the norm of the whole model is larger. After `ddp.wait()`: then
+    replicas, which have equal gradients, clip alike.
 
         norm = clip_by_global_norm(stages, 1.0)
 

@@ -33,7 +33,7 @@ Steps = Generator[None, None, T]
 def backward(loss: Tensor) -> None:
     """Compute the gradient of a scalar loss, and add it to the leaves' `.grad`.
 
-    They are all leaves that it depends on. Frees the tape as it goes.
+    They are all leaves that it depends on. The tape is freed on the way.
 
     Raises:
         ValueError: `loss` is not a scalar, or depends on nothing that requires grad.

@@ -37,8 +37,8 @@ def _square_sum(grads: Iterable[Array]) -> float:
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`.
 
-    By max_norm / norm, where the norm of the whole model's gradient is larger. A norm that is infinite or nan scales
-    nothing: gradients of 0 would hide it.
+    They are multiplied by max_norm / norm where the norm of the whole model's gradient is larger. A norm that is
+    infinite or nan scales nothing: gradients of 0 would hide it.
 
     Args:
         params: whose gradients are scaled.

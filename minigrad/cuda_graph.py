@@ -90,7 +90,7 @@ class CapturedStep:
     def num_launches(self) -> int:
         """How many kernels, copies and fills the newest graph launches.
 
-        0 before there is one.
+        It is 0 before there is one.
         """
         graphs = [shape.graph for shape in self._shapes.values() if shape.graph is not None]
         return _num_nodes(graphs[-1]) if graphs else 0

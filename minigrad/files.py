@@ -14,7 +14,7 @@ from pathlib import Path
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a path to write to, whose content becomes `path` on leaving.
 
-    It is on the disk then.
+    What was written is on the disk by then.
 
         with atomic_write(folder / "weights.bin") as unfinished:
             unfinished.write_bytes(data)

@@ -75,8 +75,8 @@ class FlatBuffer:
     def move_grad(self, storage: Array) -> None:
         """Let the gradients live in `storage` from now on.
 
-        Memory from which a communicator reduces fastest, say. Values stay, and so does what counts as fresh. Whoever
-        took `p.grad` before holds the old memory.
+        It may be memory from which a communicator reduces fastest. Values stay, and so does what counts as fresh.
+        Whoever took `p.grad` before holds the old memory.
 
         Args:
             storage: (n,) contiguous, of the same dtype, used by nobody else.
@@ -299,7 +299,7 @@ class FlatRange:
     def note_change(self, by: str, *, copied: bool = False) -> None:
         """Note that the values were changed in place.
 
-        So a backward that still needs them can say so.
+        A backward that still needs them can then say so.
 
         Args:
             copied: the copy that ops see has been written already.

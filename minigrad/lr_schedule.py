@@ -11,7 +11,7 @@ def warmup_cosine(
 ) -> Callable[[int], float]:
     """Return a learning rate: linear warmup to `peak`, then half a cosine down.
 
-    A function of the step; it ends at `floor`.
+    It is a function of the step, which ends at `floor`.
 
         peak       /--.
                   /     `.

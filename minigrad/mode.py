@@ -46,7 +46,7 @@ class OpHook(Protocol):
 class Seen(NamedTuple):
     """What a hook remembers of an op.
 
-    The path of the module that called it, and its forward's time.
+    That is the path of the module that called it, and its forward's time.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 class Mode(NamedTuple):
     """How ops run here and now.
 
-    Whether they record, inside which hook, and whether it is the second time.
+    That is whether they record, inside which hook, and whether it is the second time.
     """
 
     recording: bool = True

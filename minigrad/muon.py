@@ -82,7 +82,7 @@ class Muon(TakesALearningRate, DividingRule):
     def divide(self, part: FlatRange) -> Iterator[tuple[FlatRange, Rule]]:
         """Cut a range of memory into single matrices and what lies between them.
 
-        Each with its rule.
+        Each comes with its rule.
 
         Raises:
             ValueError: a matrix is cut, or has not two axes.

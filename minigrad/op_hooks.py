@@ -18,7 +18,7 @@ from minigrad.tape import Node
 class ModulePath:
     """The path of the module that is being called.
 
-    Its root's class, then attributes: `GPT.layers[1].attention.qkv`.
+    It begins with the root's class, and attributes follow: `GPT.layers[1].attention.qkv`.
     """
 
     def __init__(self) -> None:

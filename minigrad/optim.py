@@ -255,7 +255,7 @@ class Optimizer:
     def state_arrays(self) -> Iterator[tuple[str, Array]]:
         """Yield the rule's state as (name, view).
 
-        As `("m/fc.weight", ...)`, each of its parameter's shape.
+        They look like `("m/fc.weight", ...)`, each of its parameter's shape.
 
         Raises:
             ValueError: a parameter has no name.

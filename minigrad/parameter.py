@@ -91,7 +91,7 @@ class Parameter(Tensor):
     def grad(self) -> Array | None:
         """The gradient, or None where there is none.
 
-        Refused where only a part of it is here.
+        It is refused where only a part of it is here.
         """
         if self.hold is not None and self.hold.partial:
             self.refuse_grad("reading .grad of")
@@ -118,7 +118,7 @@ class Parameter(Tensor):
     def accumulate_grad(self, g: Array) -> None:
         """Add one contribution to the gradient.
 
-        Refused while it is held, unless the hold is open.
+        It is refused while it is held, unless the hold is open.
         """
         if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
@@ -127,7 +127,7 @@ class Parameter(Tensor):
     def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
         """Let a `WeightVjp` write or add its contribution to the gradient.
 
-        Refused as `accumulate_grad` is.
+        It is refused as `accumulate_grad` is.
         """
         if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")

@@ -138,7 +138,7 @@ class LossScale(StepGuard):
     def move_to(self, like: Array) -> Array:
         """Let factor and counts lie where an array does; return their memory.
 
-        (4,) float32.
+        It is (4,) float32.
         """
         if xp_of(self._state) is not xp_of(like):
             self._state = xp_of(like).asarray(self._state)

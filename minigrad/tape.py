@@ -173,7 +173,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
 def node_order(node: Node) -> tuple[int, ...]:
     """Return a node's place in the order of a forward without recomputation.
 
-    A key to sort by.
+    It is a key to sort by.
     """
     return (*(node.within or ()), node.number)
 

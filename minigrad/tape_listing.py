@@ -14,7 +14,7 @@ from minigrad.vjps import kept_arrays
 class TapeEntry:
     """One line of a `Tape`.
 
-    The op, its output, the bytes of residuals that it alone keeps, its time if it was profiled.
+    It has the op, its output, the bytes of residuals that it alone keeps, and its time if it was profiled.
     """
 
     name: str

@@ -75,7 +75,7 @@ class Tensor:
     def note_change(self, by: str = "") -> None:
         """Note that the values were changed in place.
 
-        So a backward that still needs them can say so.
+        A backward that still needs them can then say so.
 
         Args:
             by: whose doing it was, for the message.
@@ -132,7 +132,7 @@ class Tensor:
     def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
         """Let a `WeightVjp` write its contribution straight into the gradient.
 
-        Or add it to what is there.
+        It may also add it to what is there.
 
         Returns:
             The gradient.

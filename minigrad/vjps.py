@@ -25,7 +25,7 @@ Vjp = Callable[[Array], Array]
 class Joint:
     """One vjp for all inputs of an op, where the work is shared.
 
-    From the cotangent to a gradient for each array argument.
+    It goes from the cotangent to a gradient for each array argument.
 
     Args:
         vjp: `g -> (grad, ...)`, one for each positional argument of the op.

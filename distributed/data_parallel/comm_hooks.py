@@ -25,8 +25,8 @@ def allreduce(grad: Array, comm: Communicator) -> Work:
 def average(grad: Array, comm: Communicator) -> Work:
     """Send gradients of which all ranks have the same share.
 
-    They are not multiplied by it yet. What buckets do in place of `allreduce` where they can: the same bits, and on a
-    GPU no pass before the reduction.
+    They are not multiplied by it yet. It is what buckets do in place of `allreduce` where they can: the same bits, and
+    on a GPU no pass before the reduction.
     """
     return comm.average(grad)
 

@@ -295,9 +295,9 @@ class DistributedDataParallel:
     def clip_by_global_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most `max_norm`. Collective.
 
-        By max_norm / norm, where the norm of the whole model is larger. In any layout: over the stages of a pipeline,
-        over shards, and in one process; with sums="exact" exactly. `distributed.clip_by_global_norm` is this for
-        gradients that no rank has in shards.
+        They are multiplied by max_norm / norm where the norm of the whole model is larger. In any layout: over the
+        stages of a pipeline, over shards, and in one process; with sums="exact" exactly.
+        `distributed.clip_by_global_norm` is this for gradients that no rank has in shards.
 
         Args:
             max_norm: above 0; infinity only measures.

@@ -131,8 +131,8 @@ class HasMemory(Protocol):
 class WithState:
     """A model together with what a comm hook keeps, for a Checkpointer.
 
-    So a run goes on from a checkpoint bit by bit. Where a checkpoint is of another layout, or was saved without the
-    hook, the hook begins anew.
+    With it a run goes on from a checkpoint bit by bit. Where a checkpoint is of another layout, or was saved without
+    the hook, the hook begins anew.
     """
 
     def __init__(self, model: HasTensors, hook: HasMemory) -> None:

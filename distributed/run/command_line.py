@@ -61,8 +61,8 @@ def run_script(main: Callable[[], None]) -> None:
 def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | None = None) -> S:
     """Read and check the command line.
 
-    Ends the run with one line and exit code 2 if something is wrong with it. A run that is resumed has the settings
-    that it was started with, but for those that are given anew.
+    It ends the run with one line and exit code 2 if something is wrong with that. A run that is resumed has the
+    settings that it was started with, but for those that are given anew.
 
     Args:
         kind: a dataclass of flags, one a field.
@@ -131,7 +131,7 @@ def _settings_in(run: Path) -> Path | None:
 def read_saved(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
     """Read the settings that a run was started with.
 
-    Without those that are of one start alone.
+    Those that are of one start alone are left out.
 
     Args:
         path: the settings of a run, or the manifest of a checkpoint of one.

@@ -36,7 +36,7 @@ class Bounds:
     def broken_by(self, value: float) -> str:
         """Return what the value should be and is not, such as "at least 1".
 
-        Empty where all holds.
+        It is empty where all holds.
         """
         kept = {
             f"at least {self.at_least}": self.at_least is None or value >= self.at_least,

@@ -77,7 +77,7 @@ class Plot(NamedTuple):
 def draw_plots(folder: str | PathLike[str], *, loss_unit: str = "nats a byte") -> list[Path]:
     """Draw loss, throughput and exposed communication of a run.
 
-    PNG files in `folder`, beside its metrics.jsonl.
+    They are PNG files in `folder`, beside its metrics.jsonl.
 
     Returns:
         The files; those of them that this run has numbers for.
@@ -194,7 +194,8 @@ def curve_of(metrics: Metrics, key: str) -> Curve:
 def smooth(curve: Curve) -> Curve:
     """Return the running median over a twenty-fifth of the run.
 
-    At no more points than a picture can show. The window is centred, and cut off where it would reach beyond the run.
+    It has no more points than a picture can show. The window is centred, and cut off where it would reach beyond the
+    run.
     """
     length = len(curve.steps)
     places = np.unique(np.linspace(0, length - 1, min(length, LONGEST_LINE)).astype(int))

@@ -28,7 +28,7 @@ def warnings_of(loaded: Checkpoint) -> list[str]:
 def take_state(loaded: Checkpoint, batches: HasState, settings: RunSettings) -> list[str]:
     """Put the data where a checkpoint's run was; return which flags have changed.
 
-    Each with its value before and now.
+    Each comes with its value before and now.
 
     Args:
         loaded: the checkpoint.

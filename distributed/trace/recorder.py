@@ -137,7 +137,7 @@ class Recorder:
     def hooks(self) -> Hooks:
         """Return what a backward has to call.
 
-        So the end of a message is seen when it comes.
+        The end of a message is then seen when it comes.
         """
         return Hooks(between_ops=self._look) if self._is_on else Hooks()
 
