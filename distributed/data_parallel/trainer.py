@@ -125,6 +125,9 @@ class Trainer:
 
     Attributes:
         global_step: number of steps so far, skipped ones too.
+    Raises:
+        TypeError: there is no such option.
+        ValueError: as `DistributedDataParallel`; the same message on every rank.
     """
 
     def __init__(
@@ -136,6 +139,10 @@ class Trainer:
         recorder: Recorder | None = None,
         **options: Unpack[ReplicaOptions],
     ) -> None:
+        known = ReplicaOptions.__annotations__
+        unknown = [name for name in options if name not in known]
+        if unknown:  # some that DistributedDataParallel has would change what a step adds up
+            raise TypeError(f"{type(self).__name__} takes the options {', '.join(known)}, got {', '.join(unknown)}")
         self.config = config
         self.ddp = DistributedDataParallel(model, comm, recorder=recorder, **options)
         rule = config.rule or AdamW(config.learning_rate, weight_decay=config.weight_decay)

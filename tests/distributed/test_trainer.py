@@ -359,6 +359,14 @@ def test_speed_is_that_of_all_ranks(ranks, kind, monkeypatch):
     assert ranks.run(program) == [[speed, speed]] * ranks.size
 
 
+@pytest.mark.parametrize("option", [{"step_early": True}, {"sums": "exact"}, {"bucket_byte": 100}])
+def test_what_only_ddp_may_be_told_is_refused(option):
+    """With exact sums, say, losses that add up to one step would weigh wrongly."""
+    (name,) = option
+    with pytest.raises(TypeError, match=f"^BucketedTrainer takes the options bucket_bytes, .*, got {name}$"):
+        BucketedTrainer(Line(), SoloCommunicator(), CONFIG, **option)
+
+
 @pytest.mark.parametrize("num_samples", [0, -3])
 def test_a_loss_of_no_samples_is_refused_before_any_work(num_samples):
     trainer = SimpleTrainer(Line(), TrainingConfig())
