@@ -47,7 +47,7 @@ def _environment() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_opal_signal": "",  # Open MPI's handler of a crash may hang, and a rank that hangs is not dead
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",  # each host's slots before more on the first
         "PRTE_MCA_hwloc_default_binding_policy": "none",
     } | os.environ
 

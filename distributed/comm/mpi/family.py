@@ -165,6 +165,9 @@ class MPIFamily:
         if how is Heal.REPLACE and dead:
             here = socket.gethostname()
             pids = [self._processes[rank][1] for rank in lived if self._processes[rank][0] == here]
+            bereft = {self._processes[rank][0] for rank in dead} - {self._processes[rank][0] for rank in lived}
+            if bereft:  # Open MPI 5.0 starts new ranks there, which then cannot meet the others
+                lose(f"no rank is left on {', '.join(sorted(bereft))}")
             with lost_if("new ranks did not start", seconds=STUCK_SECONDS, dies=pids):
                 world = self._with_newcomers(survivors, dead)
         else:
@@ -178,12 +181,16 @@ class MPIFamily:
         One try: after a death in the midst of it Open MPI 5.0 may hang or crash in the next one.
         """
         made: list[Any] = []  # what the newcomers are in, too
+        how = {"wdir": os.getcwd(), "mpi_initial_errhandler": "mpi_errors_return"}
+        command = [*_NEWCOMERS_ENVIRONMENT, sys.executable, *sys.orig_argv[1:]]
+        by_host = by_hosts([host for host, _ in self._processes], dead)
+        infos = [self._mpi.Info.Create(how | ({"host": host} if host else {})) for host in by_host]
+        counts = [len(ranks) for ranks in by_host.values()]
         try:
-            info = self._mpi.Info.Create({"wdir": os.getcwd(), "mpi_initial_errhandler": "mpi_errors_return"})
-            command = [*_NEWCOMERS_ENVIRONMENT, sys.executable, *sys.orig_argv[1:]]
-            made.append(survivors.Spawn("/usr/bin/env", command, maxprocs=len(dead), info=info))
+            commands = ["/usr/bin/env"] * len(counts)
+            made.append(survivors.Spawn_multiple(commands, [command] * len(counts), counts, infos))
             made.append(made[-1].Merge(high=False))
-            made[-1].bcast(list(dead), 0)
+            made[-1].bcast([rank for ranks in by_host.values() for rank in ranks], 0)
             made.append(made[-1].Split(0, self.world.Get_rank()))
             if survivors.Agree(1):
                 world = made[-1]
@@ -207,6 +214,18 @@ class MPIFamily:
             self._failure = RankFailure(ranks)
             for comm in self._comms:
                 comm.Revoke()
+
+
+def by_hosts(hosts: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Return some ranks by their hosts; where there is one host for all, it has no name: MPI need not be told.
+
+    Args:
+        hosts: of all ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank] if len(set(hosts)) > 1 else "", []).append(rank)
+    return by_host
 
 
 def join(mpi: Any, *, timeout_seconds: float) -> MPIFamily | None:
