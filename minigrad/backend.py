@@ -65,6 +65,11 @@ def place(array: Array, device: str) -> Array:
     return to_device(array) if device == "cuda" else to_host(array)
 
 
+def beside(array: Array, values: Array) -> Array:
+    """Return values where an array is: on its GPU, or on the host."""
+    return place(values, "cpu" if xp_of(array) is np else "cuda")
+
+
 def use_gpu(index: int) -> None:
     """Make a GPU the current one of this process.
 

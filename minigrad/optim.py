@@ -279,12 +279,25 @@ class Optimizer:
         """Yield what there is here of the values of parameters that have a master."""
         return iter(())
 
-    def has_master(self, p: Parameter) -> bool:
-        """Return whether some optimizer has a parameter's values in full.
+    def master_dtype(self, p: Parameter) -> np.dtype[Any] | None:
+        """Return that of a parameter's master: its values in full.
 
-        The parameter itself then has them in less precision.
+        None where the parameter itself has them so.
         """
-        return False
+        return None
+
+    def value_slices(self) -> Iterator[tuple[Parameter, TensorSlice]]:
+        """Yield what there is here of the parameters' values in full.
+
+        It waits for none that are on their way.
+        """
+        return ((p, TensorSlice.whole(p.data)) for p in self.params)
+
+    def finish(self) -> None:
+        """Block until nothing of a step is on its way.
+
+        A kind of optimizer may let `step` return before.
+        """
 
     def __dir__(self) -> list[str]:
         return habits.own_names(self)

@@ -223,12 +223,37 @@ class Parameter(Tensor):
 
 
 class _Awaited:
-    """What a parameter is too while its values are on their way.
+    """What a parameter is too while its values are on their way: what it is like can be read without them.
 
     Not always, since Python reads each attribute of whatever has a `__getattr__` in a slower way.
     """
 
     __slots__ = ()
+    _awaited: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._hidden.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._hidden.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._hidden.ndim
+
+    @property
+    def size(self) -> int:
+        return self._hidden.size
+
+    @property
+    def _hidden(self) -> Array:
+        """The memory of `data`."""
+        seen: Array
+        master: Array | None
+        seen, master, *_ = self._awaited
+        return seen if master is None else master
 
     if not TYPE_CHECKING:  # called only for what is not there
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-import numpy as np
-
 from distributed.checkpoint.files import DTYPES, CheckpointError
 from distributed.checkpoint.plan import Held, Stored, show
 from distributed.comm.communicator import Array
 from distributed.protocols import HasMemories, HasTensors
-from minigrad.backend import place, to_host, xp_of
+from minigrad.backend import beside, to_host
 from minigrad.flat import TensorSlice
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
@@ -96,13 +94,13 @@ class Contents:
             memories: whether `values` has the model's; else they begin anew.
         """
         for tensor in self._tensors:
-            tensor.data = _beside(tensor.data, values[_name(tensor)])
+            tensor.data = beside(tensor.data, values[_name(tensor)])
         if self._optimizer is not None:
             for p, part in self._optimizer.master_slices():
                 master = values[_name(p)].reshape(-1)[part.start : part.stop]
-                part.array[...] = _beside(part.array, master.reshape(part.array.shape))
+                part.array[...] = beside(part.array, master.reshape(part.array.shape))
             for name, part in self._state().items():
-                part.array[...] = _beside(part.array, values[name].reshape(part.array.shape))
+                part.array[...] = beside(part.array, values[name].reshape(part.array.shape))
             self._optimizer.num_steps = num_updates
         if not isinstance(self._model, HasMemories):
             return
@@ -110,7 +108,7 @@ class Contents:
             self._model.forget()
             return
         for name, memory in self._memories.items():
-            memory.data = _beside(memory.data, values[name])
+            memory.data = beside(memory.data, values[name])
         self._model.unpack()
 
     def check(self, saved: Mapping[str, Stored], plan: Mapping[str, Stored]) -> None:
@@ -144,7 +142,7 @@ class Contents:
         masters = dict(optimizer.master_slices()) if optimizer is not None else {}
         parts = {}
         for tensor in self._tensors:
-            if isinstance(tensor, Buffer) or optimizer is None or not optimizer.has_master(tensor):
+            if isinstance(tensor, Buffer) or optimizer is None or optimizer.master_dtype(tensor) is None:
                 parts[_name(tensor)] = TensorSlice.whole(tensor.data)
             elif tensor in masters:
                 parts[_name(tensor)] = masters[tensor]
@@ -183,8 +181,3 @@ def _memories(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 def _name(tensor: Parameter | Buffer) -> str:
     return f"{'parameter' if isinstance(tensor, Parameter) else 'buffer'}/{tensor.name}"
-
-
-def _beside(place_of: Array, values: Array) -> Array:
-    """Return values where an array is: on its GPU or on the host."""
-    return place(values, "cpu" if xp_of(place_of) is np else "cuda")

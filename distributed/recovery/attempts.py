@@ -15,6 +15,9 @@ at its end. Each living rank votes once an attempt, whatever happens to it, whic
 After a death the ranks heal their world, `build` makes everything anew for it, and the state comes, in this order, from
 whoever lives and has it; from a buddy's copy, with the steps since done again; or from `restore`. Before they heal,
 they leave what they have for a job that comes after theirs, see `rescue.py`: then it comes from there.
+
+State that one rank alone has (a stage without a replica, a shard of the optimizer's, what a compression keeps) dies
+with it. A buddy's copy has it, so all go back to that. What a compression keeps is of one layout: others begin anew.
 """
 
 from __future__ import annotations
@@ -25,15 +28,29 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.failure import Heal, RankFailure
 from distributed.recovery.buddies import Buddies
 from distributed.recovery.rescue import Rescue
-from distributed.recovery.state import MissingError, Snapshot, Training, arrays_of, hand_over
+from distributed.recovery.state import (
+    Extent,
+    MissingError,
+    Snapshot,
+    Training,
+    changing_of,
+    fill,
+    hand_over,
+    memories_of,
+    room_for,
+    state_of,
+)
 
 T = TypeVar("T", bound=Training)
+
+RESTORED = "the restore function"
+"""The source of a state that `restore` loaded."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +60,10 @@ class Recovery:
     Attributes:
         step: the next to be done.
         source: where the state came from: "a living rank", "a buddy's copy", "the job before" (which was lost),
-            "the restore function", "the beginning".
+            RESTORED, "the beginning".
         num_redone: steps that were done before and are done again.
         num_ranks: that train now.
+        forgets: what a comm hook keeps between steps (compression) began anew, as the ranks have another layout.
         seconds: from the moment that a rank saw the failure, or the launcher saw that the job was lost, until all had
             the state again.
     """
@@ -54,7 +72,16 @@ class Recovery:
     source: str
     num_redone: int
     num_ranks: int
+    forgets: bool
     seconds: float
+
+
+class _Found(NamedTuple):
+    """Where a training has its state from."""
+
+    step: int
+    source: str
+    forgets: bool = False
 
 
 class Attempt(Generic[T]):
@@ -94,7 +121,8 @@ class Attempt(Generic[T]):
         if not self._loop.world.vote(True):
             raise RankFailure
         if take:
-            self.training.optimizer.step()
+            with suppress(RankFailure):  # whoever sends new values on has them; the next attempt meets the death
+                self.training.optimizer.step()
         self.committed = True
         self._loop.done(self.step + 1)
 
@@ -130,6 +158,7 @@ def recovering(
     buddy_every: int = 0,
     num_spares: int = 0,
     usable: Callable[[int], int] | None = None,
+    rehearse: Callable[[], object] | None = None,
 ) -> Iterator[Attempt[T]]:
     """Yield attempts at the steps of a run until all are done, whoever dies. Collective.
 
@@ -145,11 +174,15 @@ def recovering(
         num_spares: ranks that wait, the last ones at first, and step in when others die. To them the loop yields
             nothing before they do.
         usable: how many of so many ranks a layout has a place for; those left over wait as spares. All, by default.
+        rehearse: called once on each spare, before it waits, say to take a step of a small model by itself: what steps
+            load when they are first taken is there then when the others need this one.
     Raises:
         ValueError: buddy_every or num_spares is negative, or no rank is left that trains.
     """
     loop = _Loop(comm, build, heal, restore, buddy_every, num_spares, usable)
     loop.begin()
+    if loop.comm is None and rehearse is not None:
+        rehearse()
     while loop.step < num_steps and not loop.ended:
         if loop.comm is None:
             loop.wait_as_spare()
@@ -198,7 +231,8 @@ class _Loop(Generic[T]):
         self._training: T | None = None
         self._buddies: Buddies | None = None
         self._data: dict[str, Any] = {}  # its position at the beginning of the step
-        self._buffers: dict[str, Array] = {}  # as they were then
+        self._changing: dict[Extent, Array] = {}  # buffers and memories, as they were then
+        self._memories: frozenset[Extent] = frozenset()  # of comm hooks, on all ranks
         self._recovery: Recovery | None = None
 
     def attempt(self) -> Attempt[T]:
@@ -207,6 +241,9 @@ class _Loop(Generic[T]):
         return Attempt(self, self.step, self._training, recovery)
 
     def before_vote(self) -> None:
+        """Complete all that ranks need each other for, so that the optimizer's step needs nobody."""
+        assert self._training is not None
+        self._training.optimizer.finish()
         if self._buddies is not None:
             self._buddies.wait()
 
@@ -263,12 +300,14 @@ class _Loop(Generic[T]):
     def _rebuild(self, start: float, *, is_recovery: bool) -> None:
         """Build for the ranks that there are, and get the state; again, if a rank dies over it."""
         while True:
-            training, buddies, found, rows = None, None, None, []
+            training, buddies, found, rows, memories = None, None, None, [], frozenset[Extent]()
             try:
                 self.comm = self._deal()
                 if self.comm is not None:
                     training = self._build(self.comm)
-                found = self._fetch(training)
+                own_memories = [] if training is None else memories_of(training)
+                memories = frozenset().union(*self.world.gather_objects(own_memories))
+                found = self._fetch(training, memories)
                 if training is not None:
                     buddies = self._new_buddies(training)
                 reached = max(self.step, 0 if self._rescue is None else self._rescue.num_steps_before)
@@ -281,12 +320,15 @@ class _Loop(Generic[T]):
                 break
             self.world = self.world.heal(self._heal)
             is_recovery = True
-        (step, source), reached, seconds = rows[0][0], *(max(column) for column in list(zip(*rows, strict=True))[1:])
+        found = next(row[0] for row in rows if row[0] is not None)
+        reached, seconds = (max(column) for column in list(zip(*rows, strict=True))[1:])
         if self._rescue is not None:
             self._rescue.clear(now)
-        self._take(training, buddies, step)
+        self._memories = memories
+        self._take(training, buddies, found.step)
         if is_recovery and self.comm is not None:
-            self._recovery = Recovery(step, source, reached - step, self.comm.size, seconds)
+            num_redone = reached - found.step
+            self._recovery = Recovery(found.step, found.source, num_redone, self.comm.size, found.forgets, seconds)
 
     def _deal(self) -> Communicator | None:
         """Choose who trains: whoever did keeps its place, the others fill the gaps; return their communicator."""
@@ -316,42 +358,49 @@ class _Loop(Generic[T]):
         old = self._training
         if old is None:
             return None
-        return Snapshot(self.step, old.optimizer.num_steps, self._data, arrays_of(old) | self._buffers)
+        arrays = state_of(old) | self._changing
+        return Snapshot(self.step, old.optimizer.num_steps, self._data, self._memories, arrays)
 
     def _copied(self) -> Snapshot | None:
         return None if self._buddies is None else self._buddies.complete
 
-    def _fetch(self, training: T | None) -> tuple[int, str]:
-        """Fill a new training with the run's state; return its step and where it came from. Collective over all."""
+    def _fetch(self, training: T | None, memories: frozenset[Extent]) -> _Found | None:
+        """Fill a new training, with these memories on all ranks, with the run's state. Collective over all.
+
+        Returns:
+            Where it came from; None on a spare that is not told.
+        """
         for source, mine in (("a living rank", self._mine()), ("a buddy's copy", self._copied())):
-            found = self._take_from(mine, training)
+            found = self._take_from(source, mine, training, memories)
             if found is not None:
-                return found, source
+                return found
         left = self._left_behind()
         steps = {step for row in self.world.gather_objects(list(left)) for step in row}
         for step in sorted(steps, reverse=True):
-            found = self._take_from(left.get(step), training)
+            found = self._take_from("the job before", left.get(step), training, memories)
             if found is not None:
-                return found, "the job before"
+                return found
         if self._restore is not None:
-            return 0 if training is None else self._restore(training), "the restore function"
-        return 0, "the beginning"
+            return None if training is None else _Found(self._restore(training), RESTORED)
+        return _Found(0, "the beginning")
 
-    def _take_from(self, mine: Snapshot | None, training: T | None) -> int | None:
-        """Fill a training from snapshots of one moment; return its step, or None if they have not all of it."""
-        heads = [head for head in self.world.gather_objects(None if mine is None else mine[:3]) if head is not None]
+    def _take_from(
+        self, source: str, mine: Snapshot | None, training: T | None, memories: frozenset[Extent]
+    ) -> _Found | None:
+        """Fill a training from snapshots of one moment; return None, and leave it, if they have not all of it."""
+        heads = [head for head in self.world.gather_objects(None if mine is None else mine[:4]) if head is not None]
         if not heads:
             return None
+        step, num_updates, data, memories_then = heads[0]
+        forgets = memories_then != memories
+        room = {} if training is None else room_for(training, memories=not forgets)
         try:
-            wanted = {} if training is None else arrays_of(training)
-            hand_over(self.world, {} if mine is None else mine.arrays, wanted)
+            hand_over(self.world, {} if mine is None else mine.arrays, room)
         except MissingError:
             return None
-        step, num_updates, data = heads[0]
         if training is not None:
-            training.optimizer.num_steps = num_updates
-            training.data.load_state_dict(data)
-        return int(step)
+            fill(training, room, num_updates, data)
+        return _Found(int(step), source, forgets)
 
     def _left_behind(self) -> dict[int, Snapshot]:
         """Read this rank's share of what ranks left on its host before they were lost; by step. Collective."""
@@ -382,14 +431,17 @@ class _Loop(Generic[T]):
         if self._rescue is not None and self._place == 0:
             self._rescue.count(step)
         self._data = self._training.data.state_dict()
-        self._buffers = {f"buffer/{b.name}": b.data.copy() for b in self._training.model.buffers()}
+        self._changing = {extent: array.copy() for extent, array in changing_of(self._training).items()}
 
     def _copy(self) -> None:
         """Begin a round of copies."""
         if self._buddies is not None and self._training is not None:
             with suppress(RankFailure):  # the next attempt meets it
-                self._buddies.begin(self.step, self._training.optimizer.num_steps, self._data)
+                self._training.optimizer.finish()
+                snapshot = self._mine()
+                assert snapshot is not None
+                self._buddies.begin(snapshot)
 
     def _new_buddies(self, training: T) -> Buddies | None:
         assert self.comm is not None
-        return Buddies(self.comm, arrays_of(training)) if self._buddy_every else None
+        return Buddies(self.comm, state_of(training)) if self._buddy_every else None

@@ -1,4 +1,4 @@
-"""Copies in memory of what only one rank holds, for a stage without a replica: kept by the next rank, its buddy.
+"""Copies in memory of what only one rank holds, a stage without a replica or a shard: kept by the next rank, its buddy.
 
     rank 0 holds a     keeps a, c of step 20        Every few steps each rank copies all that it holds, and sends what
     rank 1 holds b     keeps b, a of step 20        nobody else holds to the rank after it. If a rank dies with the
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from distributed.comm.communicator import Array, Communicator, Work
-from distributed.recovery.state import Snapshot
+from distributed.recovery.state import Extent, Snapshot
 from minigrad.backend import to_host
 
 
@@ -26,39 +25,32 @@ class Buddies:
 
     Args:
         comm: all ranks of the run.
-        arrays: what this rank holds, by name; copied at each `begin`.
+        arrays: what this rank holds, as at each `begin`.
     Attributes:
         complete: the last round that every rank has: this rank's own arrays, and what it keeps for the one before it.
     """
 
-    def __init__(self, comm: Communicator, arrays: Mapping[str, Array]) -> None:
+    def __init__(self, comm: Communicator, arrays: Mapping[Extent, Array]) -> None:
         self._comm = comm.duplicate()
-        self._arrays = arrays
-        shapes = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
-        rows: list[dict[str, tuple[tuple[int, ...], str]]] = self._comm.gather_objects(shapes)
-        times = Counter(name for row in rows for name in row)
-        self._sent = [name for name in sorted(arrays) if times[name] == 1] if comm.size > 1 else []
+        dtypes = {extent: str(array.dtype) for extent, array in arrays.items()}
+        rows: list[dict[Extent, str]] = self._comm.gather_objects(dtypes)
+        times = Counter(extent for row in rows for extent in row)
+        self._sent = [extent for extent in sorted(arrays) if times[extent] == 1] if comm.size > 1 else []
         before = rows[comm.rank - 1]
-        self._kept = {name: before[name] for name in sorted(before) if times[name] == 1} if comm.size > 1 else {}
+        self._kept = {extent: before[extent] for extent in sorted(before) if times[extent] == 1 and comm.size > 1}
         self.complete: Snapshot | None = None
         self._under_way: tuple[Snapshot, list[Work]] | None = None
 
-    def begin(self, step: int, num_updates: int, data: dict[str, Any]) -> None:
-        """Copy everything as it is now, and launch what goes to the buddy. Collective.
-
-        Args:
-            step: number of steps that are done.
-            num_updates: of the optimizer.
-            data: the position in the data.
-        """
-        copies = {name: np.array(to_host(array)) for name, array in self._arrays.items()}
-        kept = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._kept.items()}
+    def begin(self, snapshot: Snapshot) -> None:
+        """Copy everything as it is now, and launch what goes to the buddy. Collective."""
+        copies = {extent: np.array(to_host(array)) for extent, array in snapshot.arrays.items()}
+        kept = {extent: np.empty(extent.stop - extent.start, dtype) for extent, dtype in self._kept.items()}
         size, rank, max_tag = self._comm.size, self._comm.rank, self._comm.max_tag
-        works = [self._comm.irecv(kept[name], source=(rank - 1) % size, tag=i % max_tag) for i, name in enumerate(kept)]
+        works = [self._comm.irecv(kept[each], source=(rank - 1) % size, tag=i % max_tag) for i, each in enumerate(kept)]
         works += [
-            self._comm.isend(copies[name], dest=(rank + 1) % size, tag=i % max_tag) for i, name in enumerate(self._sent)
+            self._comm.isend(copies[each], dest=(rank + 1) % size, tag=i % max_tag) for i, each in enumerate(self._sent)
         ]
-        self._under_way = Snapshot(step, num_updates, data, copies | kept), works
+        self._under_way = snapshot._replace(arrays=copies | kept), works
 
     def wait(self) -> None:
         """Block until this rank has its part of the round under way, if there is one."""

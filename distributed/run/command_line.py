@@ -69,7 +69,7 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
         description: for `--help`.
         argv: sys.argv without the program's name by default.
     """
-    given = vars(_parser(kind, description).parse_args(argv))
+    given = vars(parser(kind, description).parse_args(argv))
     if RUN in os.environ and launched_by_mpi():  # the launcher has started this job again, after it was lost
         given |= {"run": os.environ[RUN], "resume": "auto"}
     # A newcomer has the settings of those that it joins, which do not resume.
@@ -186,7 +186,7 @@ def fail(message: str, *, everywhere: bool = True) -> NoReturn:
     sys.exit(2)
 
 
-def _parser(kind: type[RunSettings], description: str | None) -> argparse.ArgumentParser:
+def parser(kind: type[RunSettings], description: str | None) -> argparse.ArgumentParser:
     """Make a parser that returns only what was given: what was not may come from the run that is resumed."""
     parser = _Parser(
         usage="%(prog)s [--FLAG VALUE ...]",

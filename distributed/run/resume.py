@@ -11,6 +11,8 @@ from distributed.run.flags import flag_of
 from distributed.run.settings import RunSettings
 from minigrad.json_files import as_kind
 
+FORGETS = "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
+
 
 def warnings_of(loaded: Checkpoint) -> list[str]:
     """Say what whoever goes on from a checkpoint should know.
@@ -19,9 +21,7 @@ def warnings_of(loaded: Checkpoint) -> list[str]:
     """
     warnings = [f"passed over {reason}" for reason in loaded.refused]
     if loaded.forgets:
-        warnings.append(
-            "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
-        )
+        warnings.append(FORGETS)
     return warnings
 
 

@@ -19,13 +19,13 @@ from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from distributed.comm.failure import Heal
 from distributed.comm.outcome import note_run
 from distributed.protocols import HasState, HasTensors
-from distributed.recovery.attempts import Recovery
+from distributed.recovery.attempts import RESTORED, Recovery
 from distributed.recovery.state import Training
 from distributed.run.attempts import AttemptLoop, RunAttempt
 from distributed.run.command_line import CHECKPOINTS, METRICS, fail, to_save
 from distributed.run.folder import RunFolder
 from distributed.run.progress import Progress
-from distributed.run.resume import take_state, warnings_of
+from distributed.run.resume import FORGETS, take_state, warnings_of
 from distributed.run.settings import RunSettings
 from distributed.run.step_line import StepLine
 from distributed.run.summary import summarize
@@ -145,6 +145,7 @@ class Run:
         num_spares: int = 0,
         buddy_every: int = 0,
         usable: Callable[[int], int] | None = None,
+        rehearse: Callable[[], object] | None = None,
     ) -> Iterator[RunAttempt[T]]:
         """Yield attempts at the steps that are still to be done, whoever dies.
 
@@ -152,13 +153,13 @@ class Run:
 
         Args:
             build: makes model, optimizer, data and whatever a step needs, for the ranks that train.
-            heal, num_spares, buddy_every, usable: see `recovering`.
+            heal, num_spares, buddy_every, usable, rehearse: see `recovering`.
         """
         with StopRequest(SoloCommunicator()) as stop:
             loop = AttemptLoop(self, build, stop)
             how = {"heal": heal, "num_spares": num_spares, "buddy_every": buddy_every, "usable": usable}
             try:
-                yield from loop.attempts(**how)
+                yield from loop.attempts(**how, rehearse=rehearse)
             except (CheckpointError, ValueError) as error:  # the same on every rank
                 self._fail(error, None if loop.parts is None else loop.parts.checkpoints)
             finally:
@@ -227,11 +228,14 @@ class Run:
 
     def tell(self, recovery: Recovery) -> None:
         """Say how ranks were lost and what became of it."""
+        source = recovery.source
+        if source == RESTORED:
+            source = "the last checkpoint" if recovery.step else "the beginning"
         redone = f", {recovery.num_redone} steps are done again" if recovery.num_redone else ""
         ranks = f"{recovery.num_ranks} rank" + "s" * (recovery.num_ranks > 1)
-        self.warn(
-            f"healed in {recovery.seconds:.1f} s: {ranks} go on at step {recovery.step}, from {recovery.source}{redone}"
-        )
+        self.warn(f"healed in {recovery.seconds:.1f} s: {ranks} go on at step {recovery.step}, from {source}{redone}")
+        if recovery.forgets:
+            self.warn(FORGETS)
 
     def _fail(self, error: Exception, checkpoints: Checkpointer | None) -> NoReturn:
         """End the run with one line; the error is the same on every rank."""

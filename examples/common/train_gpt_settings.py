@@ -193,7 +193,8 @@ class HealSettings(ReplicationSettings):
     spares: int = flag(0, "ranks besides dp * pp that wait until one dies", bounds=COUNT_OR_NONE)
     buddy_every: int = flag(
         0,
-        "steps between two copies in another rank's memory of what one rank alone has, such as a stage without replica",
+        "steps between two copies in another rank's memory of what one rank alone has: a stage without replica, a "
+        "shard (--zero), what --compress keeps; 0 goes back to the last checkpoint for these",
         bounds=COUNT_OR_NONE,
     )
 
@@ -216,8 +217,6 @@ class HealSettings(ReplicationSettings):
         few = f"dp * pp = {self.dp * self.pp} ranks and {self.spares} spares are more than {world_size}"
         yield self.spares == 0 or self.spares < world_size, few
         yield from super().rules(world_size - self.spares)
-        whole = f"--heal {self.heal} needs all of the state on each replica, got --zero {self.zero} and --compress "
-        yield self.heal == "none" or (self.zero == 0 and self.compress == "none"), whole + self.compress
 
 
 @dataclass(frozen=True)

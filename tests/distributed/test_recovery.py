@@ -15,7 +15,7 @@ from distributed.comm.failure import Heal, RankFailure
 from distributed.comm.local import Killed
 from distributed.recovery import recovering
 from distributed.recovery.buddies import Buddies
-from distributed.recovery.state import MissingError, arrays_of, hand_over
+from distributed.recovery.state import Extent, MissingError, Snapshot, hand_over, state_of
 from minigrad import rng
 from minigrad.nn import Buffer
 
@@ -179,6 +179,21 @@ def test_a_spare_steps_in_and_the_bits_are_the_same(victim, phase):
     assert [(r.source, r.num_redone, r.num_ranks) for r in recoveries] == [("a living rank", 0, 3)]
 
 
+def test_spares_rehearse_and_nobody_else_does():
+    rehearsed = []
+
+    def program(comm):
+        for attempt in recovering(
+            comm, builder(), num_steps=1, num_spares=1, rehearse=lambda: rehearsed.append(comm.rank)
+        ):
+            with attempt as toy:
+                toy.optimizer.zero_grad()
+                attempt.commit()
+
+    world(3).run(program)
+    assert rehearsed == [2]
+
+
 def test_spares_die_too_and_without_any_left_fewer_ranks_go_on():
     expected, _ = undisturbed(3, 1, "1f1b")
     parameters, (_, _, recoveries) = disturbed(4, {3: (0, "begin")}, heal=Heal.SPARES, num_spares=1)
@@ -315,20 +330,46 @@ def test_only_a_world_that_survives_heals():
 
 def test_state_is_handed_over_from_the_first_holder():
     def program(comm):
-        held = {0: {"a": np.full(3, 1.0)}, 1: {"a": np.full(3, 1.0), "b": np.full((2, 2), 2.0)}, 2: {}}[comm.rank]
-        wanted = {"a": np.zeros(3), "b": np.zeros((2, 2))} if comm.rank != 1 else {"a": np.zeros(3)}
+        a, b = Extent("a", 0, 3), Extent("b", 0, 4)
+        held = {0: {a: np.full(3, 1.0)}, 1: {a: np.full(3, 1.0), b: np.full((2, 2), 2.0)}, 2: {}}[comm.rank]
+        wanted = {a: np.zeros(3), b: np.zeros((2, 2))} if comm.rank != 1 else {a: np.zeros(3)}
         hand_over(comm, held, wanted)
-        return {name: values.ravel()[0] for name, values in wanted.items()}
+        return {extent.name: values.ravel()[0] for extent, values in wanted.items()}
 
     assert world(3).run(program) == [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}]
 
 
-def test_what_nobody_holds_is_named_on_every_rank_and_nothing_is_written():
+def test_shards_are_cut_anew_from_whatever_covers_them():
+    """What a rank has itself comes first, then the first rank that has some of it, as far as that goes."""
+
     def program(comm):
-        wanted = {"a": np.zeros(1), "c": np.zeros(1)} if comm.rank else {"a": np.zeros(1)}
-        with pytest.raises(MissingError, match="no living rank holds c"):
-            hand_over(comm, {"a": np.ones(1)}, wanted)
-        return wanted["a"][0]
+        held = {
+            0: {Extent("m", 0, 4): np.arange(4.0)},
+            1: {Extent("m", 2, 7): 100 + np.arange(2.0, 7)},
+            2: {Extent("m", 7, 10): np.arange(7.0, 10), Extent("m", 3, 3): np.empty(0)},
+            3: {},
+        }[comm.rank]
+        start, stop = [(0, 3), (3, 6), (6, 10), (1, 9)][comm.rank]
+        wanted = {Extent("m", start, stop): np.zeros(stop - start), Extent("m", 5, 5): np.empty(0)}
+        hand_over(comm, held, wanted)
+        return wanted[Extent("m", start, stop)].tolist()
+
+    assert world(4).run(program) == [
+        [0, 1, 2],
+        [103, 104, 105],
+        [106, 7, 8, 9],
+        [1, 2, 3, 104, 105, 106, 7, 8],
+    ]
+
+
+@pytest.mark.parametrize("lost", [Extent("c", 0, 1), Extent("a", 0, 2)])
+def test_what_nobody_holds_is_named_on_every_rank_and_nothing_is_written(lost):
+    def program(comm):
+        a = Extent("a", 0, 1)
+        wanted = {a: np.zeros(1)} | ({lost: np.zeros(lost.stop)} if comm.rank else {})
+        with pytest.raises(MissingError, match=rf"no living rank holds {lost.name}\[{lost.stop - 1}:{lost.stop}\]"):
+            hand_over(comm, {a: np.ones(1)}, wanted)
+        return wanted[a][0]
 
     assert world(2).run(program) == [0, 0]
 
@@ -336,13 +377,14 @@ def test_what_nobody_holds_is_named_on_every_rank_and_nothing_is_written():
 def test_a_round_of_copies_counts_once_it_was_agreed_on():
     def program(comm):
         mine = np.full(2, float(comm.rank))
-        buddies = Buddies(comm, {f"own{comm.rank}": mine, "shared": np.ones(1)})
-        buddies.begin(4, 4, {"position": 7})
+        arrays = {Extent(f"own{comm.rank}", 0, 2): mine, Extent("shared", 0, 1): np.ones(1)}
+        buddies = Buddies(comm, arrays)
+        buddies.begin(Snapshot(4, 4, {"position": 7}, frozenset(), arrays))
         mine += 10  # training goes on
         buddies.wait()
         assert buddies.complete is None
         buddies.agreed()
-        return buddies.complete.step, {name: values[0] for name, values in sorted(buddies.complete.arrays.items())}
+        return buddies.complete.step, {at.name: values[0] for at, values in sorted(buddies.complete.arrays.items())}
 
     assert world(3).run(program) == [
         (4, {"own0": 0, "own2": 2, "shared": 1}),
@@ -355,4 +397,4 @@ def test_a_tensor_without_a_name_is_refused():
     toy: Toy = builder()(SoloCommunicator())
     toy.model.parameters()[0].name = ""
     with pytest.raises(ValueError, match="recovery needs a name of its own for every tensor"):
-        arrays_of(toy)
+        state_of(toy)

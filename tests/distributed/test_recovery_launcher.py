@@ -17,7 +17,7 @@ from distributed.comm.outcome import FOLDER, LOST, is_running, note_end
 from distributed.recovery import launcher
 from distributed.recovery.launcher import GIVEN_UP, MOST_TRIES, Launcher
 from distributed.recovery.rescue import LOST_AT, Rescue, begin_steps, read_steps
-from distributed.recovery.state import Snapshot
+from distributed.recovery.state import Extent, Snapshot
 from distributed.recovery.stderr_filter import pass_on
 
 LIMIT_SECONDS = 30
@@ -181,14 +181,15 @@ def test_what_ranks_leave_is_found_by_those_that_come_after(tmp_path, monkeypatc
     rescue = Rescue(tmp_path)
     assert (rescue.lost_at, rescue.num_steps_before, rescue.read(0, 1)) == (None, 0, [])
     rescue.count(8)
-    rescue.keep([Snapshot(8, 8, {"position": 3}, {"a": np.arange(3.0)}), Snapshot(5, 5, {}, {"b": np.ones(2)})])
+    a, b = {Extent("a", 0, 3): np.arange(3.0)}, {Extent("b", 0, 2): np.ones(2)}
+    rescue.keep([Snapshot(8, 8, {"position": 3}, frozenset(), a), Snapshot(5, 5, {}, frozenset(), b)])
     assert read_steps(tmp_path) == 8
     monkeypatch.setenv(LOST_AT, "12.5")
     after = Rescue(tmp_path)
     assert (after.lost_at, after.num_steps_before) == (12.5, 8)
     first, second = after.read(0, 2)
     assert (first.step, first.data, second.step) == (8, {"position": 3}, 5)
-    np.testing.assert_array_equal(first.arrays["a"], [0, 1, 2])
+    np.testing.assert_array_equal(first.arrays[Extent("a", 0, 3)], [0, 1, 2])
     assert after.read(1, 2) == []  # there is one file, and the first rank of this host has it
     after.clear(0.0)
     assert len(after.read(0, 1)) == 2  # it is newer

@@ -70,7 +70,7 @@ def test_a_run_whose_every_process_is_killed_goes_on_from_its_checkpoint(tmp_pat
     assert weights(output) == weights(alone.stdout)
     check_metrics(tmp_path)
     assert re.search(r"the job was lost after \d+ steps \(mpirun died of SIGKILL\): all ranks start again\n", errors)
-    assert re.search(r"2 ranks go on at step 20, from the restore function, \d+ steps are done again\n", errors)
+    assert re.search(r"2 ranks go on at step 20, from the last checkpoint, \d+ steps are done again\n", errors)
 
 
 def check_metrics(folder: Path) -> None:

@@ -10,10 +10,14 @@ import numpy as np
 from distributed import Communicator, DistributedDataParallel, Mesh
 from distributed.comm.local import Killed
 from distributed.data import TokenBatches
+from distributed.data_parallel.comm_hooks import allreduce
+from distributed.data_parallel.feedback import FeedbackHook, WithState
 from distributed.recovery import recovering
 from minigrad import Hooks, cross_entropy, rng
 from minigrad.models import gpt
+from minigrad.muon import Muon, is_hidden_matrix
 from minigrad.optim import AdamW, Optimizer
+from minigrad.precision import use_precision
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage
 
 CONFIG = gpt.GPTConfig(vocab_size=11, context=4, num_layers=2, num_heads=1, width=4, dropout=0.2)
@@ -23,26 +27,46 @@ BATCH = 12
 
 @dataclass
 class Toy:
-    model: LocalStages
+    model: LocalStages | WithState
     optimizer: Optimizer
     data: TokenBatches
     ddp: DistributedDataParallel
     pipe: PipelineExecutor
 
 
-def builder(pp: int = 1, schedule: str = "1f1b", lr: Any = 1e-2) -> Callable[[Communicator], Toy]:
-    """Return what builds a toy for a communicator: pipelines of `pp` ranks, as many as fit."""
-
-    config = replace(CONFIG, num_layers=max(2, SCHEDULES[schedule].num_stages(pp)))
+def builder(
+    pp: int = 1,
+    schedule: str = "1f1b",
+    lr: Any = 1e-2,
+    *,
+    zero: int = 0,
+    step_early: bool = False,
+    muon: bool = False,
+    precision: str = "",
+    hook: Callable[[], FeedbackHook] | None = None,
+) -> Callable[[Communicator], Toy]:
+    """Return what builds a toy for a communicator: pipelines of `pp` ranks, as many as fit; one of all ranks for 0."""
 
     def build(comm: Communicator) -> Toy:
-        mesh = Mesh(comm, dp=comm.size // pp, pp=pp)
-        stages = PipelineStage.of(gpt.layers(config), mesh.pp, SCHEDULES[schedule], seed=1, dtype=np.float64)
-        optimizer = Optimizer(stages.parameters(), AdamW(lr))
+        num_stages = pp or comm.size
+        config = replace(CONFIG, num_layers=max(2, SCHEDULES[schedule].num_stages(pp or 4)))
+        mesh = Mesh(comm, dp=comm.size // num_stages, pp=num_stages)
+        dtype = np.float32 if precision else np.float64
+        stages = PipelineStage.of(gpt.layers(config), mesh.pp, SCHEDULES[schedule], seed=1, dtype=dtype)
         data = TokenBatches(TOKENS, batch_size=BATCH, context=4, seed=2, rank=mesh.dp.rank, size=mesh.dp.size)
-        ddp = DistributedDataParallel(stages, mesh.dp)
+        comm_hook = hook() if hook is not None else None
+        whole = is_hidden_matrix if muon else None
+        how: dict[str, Any] = {"zero": zero, "step_early": step_early, "whole": whole}
+        ddp = DistributedDataParallel(stages, mesh.dp, comm_hook=comm_hook or allreduce, **how)
+        if precision:
+            use_precision(stages.parameters(), precision)
+        optimizer = ddp.optimizer(Muon(lr, others=AdamW(lr)) if muon else AdamW(lr))
+        model: Any = stages
+        if comm_hook is not None:
+            comm_hook.attach(ddp.buckets)
+            model = WithState(stages, comm_hook)
         pipe = PipelineExecutor(stages, mesh.pp, SCHEDULES[schedule], num_microbatches=2, loss_fn=cross_entropy)
-        return Toy(stages, optimizer, data, ddp, pipe)
+        return Toy(model, optimizer, data, ddp, pipe)
 
     return build
 
@@ -92,11 +116,11 @@ def train(
             reach(step, "reduced")
             attempt.commit()
             reach(step, "committed")
+            parameters = {p.name: p.data.copy() for p in toy.model.parameters()}
         if attempt.committed:
             losses.setdefault(step, []).append(loss)
             if on_step is not None:
                 on_step(step)
-            parameters = {p.name: p.data.copy() for p in attempt.training.model.parameters()}
     return parameters, losses, recoveries
 
 

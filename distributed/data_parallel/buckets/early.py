@@ -52,12 +52,16 @@ class EarlyBuckets(GradientBucketManager):
 
     def finish(self) -> None:
         """Block until every bucket is there, and every parameter updated."""
-        for arrival in self.arrivals:
-            arrival.land()
-        self.arrivals = []
+        self.land_arrivals()
         for bucket in self.buckets:
             if bucket.work is not None:
                 self.settle(bucket)
+
+    def land_arrivals(self) -> None:
+        """Block until every parameter is updated."""
+        for arrival in self.arrivals:
+            arrival.land()
+        self.arrivals = []
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
         check_usable(params, "the norm of", in_part=True)
@@ -114,9 +118,7 @@ class EarlyOptimizer(Optimizer):
             RuntimeError: somebody holds one of the gradients.
         """
         check_usable(self.params, "optimizer.step() with", in_part=True)
-        for arrival in self._buckets.arrivals:  # of a step before, if nobody has read them
-            arrival.land()
-        self._buckets.arrivals = []
+        self._buckets.land_arrivals()  # of a step before, if nobody has read them
         step = self.num_steps
         if self._whole_step is not None:
             if not self.is_captured:
@@ -133,8 +135,11 @@ class EarlyOptimizer(Optimizer):
                 self._buckets.arrivals.append(Arrival(bucket.range, wait, update))
 
     def state_slices(self) -> Iterator[tuple[str, TensorSlice]]:
-        self._buckets.finish()
+        self._buckets.land_arrivals()
         return super().state_slices()
+
+    def finish(self) -> None:
+        self._buckets.finish()
 
     def _parts_of_step(self, bucket: Bucket, step: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return what waits for a bucket, and what updates its parameters."""

@@ -27,7 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import NoReturn, Unpack
+from typing import Any, NoReturn, Unpack
+
+import numpy as np
 
 from distributed.clipping import PartNorm
 from distributed.comm.communicator import Array, Communicator, Work
@@ -155,11 +157,12 @@ class ShardedOptimizer(Optimizer):
         super().__init__(buckets.params, rule, decays=decays, parts=buckets.shards)
         # In half precision what is trained is here, in shards, and the parameters have the copy that ops see.
         self._masters = [part.data.copy() if part.copy is not None else None for part in buckets.shards]
-        self._flats_with_master = {part.flat for part in buckets.shards if part.copy is not None}
-        for flat in self._flats_with_master:
+        self._master_dtypes = {part.flat: part.data.dtype for part in buckets.shards if part.copy is not None}
+        for flat in self._master_dtypes:
             flat.drop_master()
         self._buckets = buckets
         self._arrivals: list[Arrival] = []
+        self._has_all = True
 
     def step(self) -> None:
         """Update this rank's shards, and launch what brings everybody's to all. Collective.
@@ -169,6 +172,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._buckets.check_reduced("optimizer.step() with")
         self.finish()
+        self._has_all = False
         for number, part in enumerate(self._parts):
             grad, master = self._buckets.shard_grad(number), self._masters[number]
             if master is None:
@@ -197,6 +201,7 @@ class ShardedOptimizer(Optimizer):
         """Block until all parameters are there."""
         for arrival in self._arrivals:
             arrival.land()
+        self._has_all |= bool(self._arrivals)  # none where it failed to launch them
         self._arrivals = []
 
     def state_arrays(self) -> NoReturn:
@@ -205,18 +210,25 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "this rank has its own shards of the optimizer's state, and no other rank has them: recovery from living "
-            "ranks needs zero=0; checkpoints save shards"
-        )
+        raise RuntimeError("this rank has its own shards of the optimizer's state only: see state_slices")
 
     def master_slices(self) -> Iterator[tuple[Parameter, TensorSlice]]:
         for part, master in zip(self._parts, self._masters, strict=True):
             if master is not None:
                 yield from slices_in(part, master)
 
-    def has_master(self, p: Parameter) -> bool:
-        return p.flat in self._flats_with_master
+    def master_dtype(self, p: Parameter) -> np.dtype[Any] | None:
+        return None if p.flat is None else self._master_dtypes.get(p.flat)
+
+    def value_slices(self) -> Iterator[tuple[Parameter, TensorSlice]]:
+        """Yield masters, this rank's shards of parameters that are being gathered, and all of others."""
+        yield from self.master_slices()
+        for p in self.params if self._has_all else ():
+            if self.master_dtype(p) is None:
+                yield p, TensorSlice.whole(p.data)
+        for part, master in zip(self._parts, self._masters, strict=True):
+            if master is None and not self._has_all:
+                yield from slices_in(part, part.data)
 
     def _new_whole_step(self) -> None:
         return None
