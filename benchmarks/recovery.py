@@ -1,9 +1,12 @@
 """Measure what surviving costs: a step where nobody dies, and the time from a kill until training goes on.
 
     make bench-recovery
+    python benchmarks/recovery.py --log FILE --part costs       in parts of two minutes: adds what is measured to FILE,
+    python benchmarks/recovery.py --log FILE --part kills       and reports all that is in it
 
-Each job is its own run of this file with --job, on two replicas of the GPT that `examples/train_gpt.py` trains by
-default; the kinds of jobs alternate. In the jobs with a kill rank 1 shoots itself in the middle of a backward.
+All on two replicas of the GPT that `examples/train_gpt.py` trains by default. What surviving costs is measured within
+one job: a plain loop and loops of `recovering` take blocks of steps in turn, so that they meet the same clock and the
+same neighbours. In jobs with a kill rank 1 shoots itself in the middle of a backward; the kinds of jobs alternate.
 """
 
 import os
@@ -18,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +30,7 @@ import numpy as np
 from pinned_workers import environment
 from results_file import FOLDER, keep
 
-from distributed import Communicator, DistributedDataParallel, world
+from distributed import Communicator, DistributedDataParallel, SoloCommunicator, world
 from distributed.data import TokenBatches
 from distributed.recovery import Heal, recovering
 from minigrad import Hooks, backward_with_hooks, cross_entropy
@@ -33,29 +38,21 @@ from minigrad.models import GPT, GPTConfig
 from minigrad.optim import AdamW, Optimizer
 
 BATCH, CONTEXT = 24, 64
-NUM_STEPS, NUM_WARMUP_STEPS = 60, 10
-KILL_AT = 20
+NUM_STEPS, KILL_AT = 60, 20
+BLOCK = 10  # steps that one loop takes before another has its turn, and between two rounds of copies
+NUM_ROUNDS = {"costs": 36, "kills": 5}  # blocks of each loop; jobs of each kind
 RESULTS = FOLDER / "recovery.txt"
-# name -> survive, heal, steps between two rounds of copies in a buddy's memory, spares, whether rank 1 is killed
-JOBS: dict[str, tuple[bool, str, int, int, bool]] = {
-    "ends with a death": (False, "replace", 0, 0, False),
-    "survives": (True, "replace", 0, 0, False),
-    "survives, copies every 10 steps": (True, "replace", 10, 0, False),
-    "replaced": (True, "replace", 0, 0, True),
-    "a spare steps in": (True, "spares", 0, 1, True),
-    "goes on with fewer": (True, "shrink", 0, 0, True),
+COSTS = {"ranks vote": (0, 1.01), "and copy every 10 steps": (BLOCK, 1.03)}  # -> steps between copies, target
+KILLS = {  # -> how ranks heal, spares, target in seconds
+    "replaced": ("replace", 0, 3.0),
+    "a spare steps in": ("spares", 1, 0.5),
+    "goes on with fewer": ("shrink", 0, 0.5),
 }
-TARGETS = {
-    "survives": 1.01,
-    "survives, copies every 10 steps": 1.03,
-    "replaced": 3.0,
-    "a spare steps in": 0.5,
-    "goes on with fewer": 0.5,
-}
+Log = list[tuple[str, list[float]]]  # (what, numbers)
 
 
-def build(comm: Communicator) -> Any:
-    model = GPT(GPTConfig(context=CONTEXT))
+def build(comm: Communicator, num_layers: int = GPTConfig.num_layers) -> Any:
+    model = GPT(GPTConfig(context=CONTEXT, num_layers=num_layers))
     tokens = np.random.default_rng(0).integers(0, 256, 100_000)
     return SimpleNamespace(
         model=model,
@@ -65,84 +62,150 @@ def build(comm: Communicator) -> Any:
     )
 
 
-def run_job(name: str) -> None:
-    """Train; rank 0 prints the median step, and the longest time from one finished step to the next."""
-    survive, heal, buddy_every, num_spares, is_killed = JOBS[name]
-    comm = world(survive=survive)
+def compute(training: Any, more: Hooks | None = None) -> None:
+    """Do what of a step comes before the optimizer's."""
+    x, y = training.data.next()
+    training.optimizer.zero_grad()
+    hooks = training.ddp.hooks(num_samples=len(x))
+    backward_with_hooks(cross_entropy(training.model(x), y), hooks if more is None else hooks + more)
+    training.ddp.wait()
+
+
+def rehearse() -> None:
+    """Take a step of one block by itself, as `examples/train_gpt.py` lets a spare do."""
+    training = build(SoloCommunicator(), num_layers=1)
+    compute(training)
+    training.optimizer.step()
+
+
+def plain_loop(comm: Communicator) -> Iterator[None]:
+    training = build(comm)
+    while True:
+        compute(training)
+        training.optimizer.step()
+        yield
+
+
+def surviving_loop(comm: Communicator, buddy_every: int) -> Iterator[None]:
+    for attempt in recovering(comm, build, num_steps=sys.maxsize, buddy_every=buddy_every):
+        with attempt as training:
+            compute(training)
+            attempt.commit()
+        yield
+
+
+def be_costs(num_rounds: int) -> None:
+    """Let the loops have blocks in turn; rank 0 prints the seconds of each, by loop."""
+    comm = world(survive=True)
+    loops = [plain_loop(comm), *(surviving_loop(comm, every) for every, _ in COSTS.values())]
+    seconds: list[list[float]] = [[] for _ in loops]
+    for i in range(-1, num_rounds):
+        for j in range(len(loops)):
+            number = (i + j) % len(loops)
+            start = time.perf_counter()
+            for _ in range(BLOCK):
+                next(loops[number])
+            if i >= 0:
+                seconds[number].append(time.perf_counter() - start)
+    if comm.rank == 0:
+        print(json.dumps(list(zip(["plain", *COSTS], seconds, strict=True))), flush=True)
+
+
+def be_kill(name: str) -> None:
+    """Train; rank 0 prints the longest time from one finished step to the next, and how much of it was healing."""
+    heal, num_spares, _ = KILLS[name]
+    comm = world(survive=True)
     ends: list[float] = []
     recovery_seconds = 0.0
-    victim = is_killed and comm.rank == 1 and not comm.is_newcomer
-    how: dict[str, Any] = {"heal": Heal(heal), "buddy_every": buddy_every, "num_spares": num_spares}
+    victim = comm.rank == 1 and not comm.is_newcomer
+    how: dict[str, Any] = {"heal": Heal(heal), "num_spares": num_spares, "rehearse": rehearse}
     for attempt in recovering(comm, build, num_steps=NUM_STEPS, **how):
         if attempt.recovery is not None:
             recovery_seconds = attempt.recovery.seconds
         with attempt as training:
-            x, y = training.data.next()
-            training.optimizer.zero_grad()
-            hooks = training.ddp.hooks(num_samples=len(x))
-            if victim and attempt.step == KILL_AT:
-                hooks += Hooks(on_grad_ready=lambda _: os.kill(os.getpid(), signal.SIGKILL))
-            backward_with_hooks(cross_entropy(training.model(x), y), hooks)
-            training.ddp.wait()
+            dies = victim and attempt.step == KILL_AT
+            compute(training, Hooks(on_grad_ready=lambda _: os.kill(os.getpid(), signal.SIGKILL)) if dies else None)
             attempt.commit()
             ends.append(time.perf_counter())
     if ends and attempt.comm.rank == 0:
-        steps = np.diff(ends)
-        result = {
-            "step": float(np.median(steps[NUM_WARMUP_STEPS:])),
-            "gap": float(steps.max()),
-            "heal": recovery_seconds,
-        }
-        print(json.dumps(result), flush=True)
+        print(json.dumps([[name, [float(np.diff(ends[KILL_AT // 2 :]).max()), recovery_seconds]]]), flush=True)
 
 
-def measure(name: str) -> dict[str, float]:
-    num_ranks = 2 + JOBS[name][3]
-    job = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), __file__, "--job", name]
+def run_job(num_ranks: int, *args: str) -> Log:
+    job = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), __file__, *args]
     output = subprocess.run(job, check=True, stdout=subprocess.PIPE, text=True, env=environment()).stdout
-    result: dict[str, float] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    return result
+    log: Log = json.loads(next(line for line in output.splitlines() if line.startswith("[")))
+    return log
 
 
-def compare(num_runs: int, *, is_default: bool) -> None:
-    """Run the jobs in turn; print medians, ratios and targets."""
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in JOBS}
-    for _ in range(num_runs):
-        for name in JOBS:
-            results[name].append(measure(name))
-    plain = [result["step"] for result in results["ends with a death"]]
+def measure(part: str, num_rounds: int) -> Log:
+    if part == "costs":
+        return run_job(2, "--job", part, "--rounds", str(num_rounds))
+    jobs = [(2 + num_spares, name) for name, (_, num_spares, _) in KILLS.items()] * num_rounds
+    return [row for num_ranks, name in jobs for row in run_job(num_ranks, "--job", name)]
+
+
+def report(log: Log) -> list[str]:
+    """Return medians and targets: of costs those of differences between blocks, with a 95% interval."""
     lines = [
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}, "
-        f"float32, 2 ranks, medians of {num_runs} interleaved runs of {NUM_STEPS} steps",
-        f"{'where nobody dies':<36}{'ms a step':>10}{'ratio':>8}{'target':>8}",
+        "float32, 2 ranks"
     ]
-    for name, (_, _, _, _, is_killed) in JOBS.items():
-        steps = [result["step"] for result in results[name]]
-        if is_killed:
-            gap = statistics.median(result["gap"] for result in results[name])
-            heal = statistics.median(result["heal"] for result in results[name])
-            verdict = "met" if gap <= TARGETS[name] else "missed"
-            lines.append(f"{name:<36}{gap:>10.2f}{heal:>8.2f}{TARGETS[name]:>8.2f}  {verdict}")
-            continue
-        ratio = statistics.median(a / b for a, b in zip(steps, plain, strict=True))
-        target = TARGETS.get(name)
-        verdict = "" if target is None else f"{target:>8.2f}  {'met' if ratio <= target else 'missed'}"
-        lines.append(f"{name:<36}{1e3 * statistics.median(steps):>10.1f}{ratio:>8.3f}{verdict}")
-        if name == "survives, copies every 10 steps":
-            lines.append(f"{'rank 1 is killed':<36}{'s to go on':>10}{'healing':>8}{'target':>8}")
-    print("\n".join(lines))
-    keep(lines, RESULTS, is_default=is_default)
+    blocks = {
+        name: np.array([block for what, row in log if what == name for block in row]) for name in ("plain", *COSTS)
+    }
+    plain = blocks.pop("plain") / BLOCK
+    if len(plain):
+        step = float(np.median(plain))
+        lines.append(f"where nobody dies, a step of {1e3 * step:.1f} ms; {len(plain)} blocks of {BLOCK} steps in turn")
+        lines.append(f"{'':<28}{'us a step':>10}{'95% interval':>18}{'share':>8}{'target':>8}")
+    for name, taken in blocks.items() if len(plain) else ():
+        middle, low, high = median_of(taken / BLOCK - plain)
+        target = COSTS[name][1] - 1
+        verdict = "met" if high <= target * step else "missed" if low > target * step else "not settled"
+        interval = f"{1e6 * low:.0f} to {1e6 * high:.0f}"
+        lines.append(f"{name:<28}{1e6 * middle:>10.0f}{interval:>18}{middle / step:>8.1%}{target:>8.0%}  {verdict}")
+    rows = {name: np.array([row for what, row in log if what == name]) for name in KILLS}
+    counts = {len(found) for found in rows.values()}
+    if counts != {0}:
+        lines.append(f"rank 1 is killed, medians of {min(counts)} jobs of {NUM_STEPS} steps")
+        lines.append(f"{'':<28}{'s to go on':>10}{'healing':>18}{'target':>8}")
+    for name, found in rows.items():
+        if len(found):
+            gap, heal = np.median(found, axis=0)
+            target = KILLS[name][2]
+            lines.append(f"{name:<28}{gap:>10.2f}{heal:>18.2f}{target:>8.2f}  {'met' if gap <= target else 'missed'}")
+    return lines
+
+
+def median_of(values: Any) -> tuple[float, float, float]:
+    """Return the median, and order statistics around it between which the true one lies with 95%."""
+    ordered = np.sort(values)
+    reach = 0.98 * len(ordered) ** 0.5
+    low, high = max(0, int(len(ordered) / 2 - reach)), min(len(ordered) - 1, int(np.ceil(len(ordered) / 2 + reach)))
+    return statistics.median(ordered), float(ordered[low]), float(ordered[high])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of each job (default: %(default)s)")
-    parser.add_argument("--job", choices=JOBS, help="be one job of the comparison")
+    parser.add_argument("--rounds", type=int, help=f"blocks of each loop, or jobs of each kind (default: {NUM_ROUNDS})")
+    parser.add_argument("--part", choices=NUM_ROUNDS, action="append", help="measure only this (default: all)")
+    parser.add_argument("--log", type=Path, help="a file that what is measured is added to")
+    parser.add_argument("--job", choices=["costs", *KILLS], help="be one job of the comparison")
     args = parser.parse_args()
-    if args.job is not None:
-        run_job(args.job)
+    if args.job == "costs":
+        be_costs(args.rounds)
+    elif args.job is not None:
+        be_kill(args.job)
     else:
-        compare(args.rounds, is_default=args.rounds == parser.get_default("rounds"))
+        log: Log = json.loads(args.log.read_text()) if args.log is not None and args.log.exists() else []
+        for part in args.part or NUM_ROUNDS:
+            log += measure(part, args.rounds or NUM_ROUNDS[part])
+        if args.log is not None:
+            args.log.write_text(json.dumps(log) + "\n")
+        lines = report(log)
+        print("\n".join(lines))
+        keep(lines, RESULTS, is_default=args.rounds is None and (args.part is None or args.log is not None))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +28,15 @@ import numpy as np
 from common.init_from import load_weights
 from common.text import load_tokens, split, trigram_nats
 from common.train_gpt_settings import TrainSettings
-from distributed import Communicator, DistributedDataParallel, Mesh, local_rank, weights_sha256, world
+from distributed import (
+    Communicator,
+    DistributedDataParallel,
+    Mesh,
+    SoloCommunicator,
+    local_rank,
+    weights_sha256,
+    world,
+)
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data.prefetch import Prefetched
 from distributed.data.tokenizer import TOKENIZER, Tokenizer
@@ -91,6 +100,7 @@ def main() -> None:
         num_spares=settings.spares,
         buddy_every=settings.buddy_every,
         usable=None if settings.heal in ("none", "replace") else lambda size: math.prod(settings.layout(size)[:2]),
+        rehearse=lambda: rehearse(settings, config, train),
     )
     for attempt in attempts:
         with attempt as training:
@@ -279,6 +289,20 @@ class Training:
         mesh.dp.allreduce(total).wait()
         self.stages.train()
         return float(total[0] / total[1])
+
+
+def rehearse(settings: TrainSettings, config: gpt.GPTConfig, tokens: Array) -> None:
+    """Take a step of one block by itself, so that a spare has loaded all that its first real step needs."""
+    settings = replace(settings, batch=settings.num_microbatches, init_from=None, bucket_mb=None)
+    scale = LossScale() if settings.computed_in == "float16" else None
+    training = Training(settings, replace(config, num_layers=1), tokens, SoloCommunicator(), scale, lambda _: None)
+    x, y = training.batches.next()
+    training.optimizer.zero_grad()
+    with rng.scope(seed=settings.seed, step=0, first_sample=0):
+        training.pipe.step(x, y, hooks=training.ddp.hooks(num_samples=len(x)))
+    training.ddp.wait()
+    training.ddp.clip_by_global_norm(settings.clip or math.inf)
+    training.optimizer.step()
 
 
 def learning_rate(settings: TrainSettings) -> Callable[[int], float]:
