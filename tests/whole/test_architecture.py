@@ -76,15 +76,20 @@ RULES = {
     "minigrad.generate": Rule(EVERYTHING, "minigrad.generate.__main__ -> torch"),  # an application, see below
     # Ranks. Tensors and layers are known where parameters are, ops nowhere.
     "distributed.comm": Rule(
-        {"numpy", "minigrad.backend", "minigrad.kernels", "distributed.comm.mpi"},
-        "distributed.comm.communicator -> minigrad.tensor",
+        {
+            "numpy",
+            "minigrad.backend",
+            "minigrad.kernels",
+            "distributed.comm.mpi.communicator",  # what `world` starts
+            "distributed.comm.mpi.lifetime",
+        },
+        "distributed.comm.calls -> distributed.comm.mpi.progress",
     ),
     "distributed.comm.local": Rule(
         {"numpy", "distributed.comm"}, "distributed.comm.local.job -> distributed.comm.mpi.progress"
     ),
     "distributed.comm.mpi": Rule(
-        {"numpy", "mpi4py", "minigrad.backend", "distributed.comm"},
-        "distributed.comm.mpi.progress -> distributed.comm.local.job",
+        {"numpy", "mpi4py", "minigrad.backend", "distributed.comm"}, "distributed.comm.mpi.reduction -> minigrad.tensor"
     ),
     "distributed": Rule(
         {"numpy", "minigrad", "minigrad.nn", "distributed.comm", "distributed.data"},
