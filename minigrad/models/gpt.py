@@ -6,6 +6,7 @@ Source: Radford et al. 2019 (GPT-2); initial values as in its code, residual pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,12 @@ class GPTBlock(Module):
             y = self._step(x, cache)
             if y is not None:
                 return y
-        x = self.drop1(self.attention(self.norm1(x), cache), beside=x)
-        up, down = self.up, self.down
-        return self.drop2(feed_forward(self.norm2(x), up.weight, up.bias, down.weight, down.bias), beside=x)
+        x = self.drop1.join(x, partial(self.attention, self.norm1(x), cache))
+        return self.drop2.join(x, partial(self._feed_forward, self.norm2(x)))
+
+    def _feed_forward(self, x: Tensor, *, beside: Tensor | None = None) -> Tensor:
+        arrays: list[Any] = [self.up.weight, self.up.bias, self.down.weight, self.down.bias]
+        return feed_forward(x, *arrays, *(() if beside is None else (beside,)))
 
     def _step(self, x: Tensor, cache: KeyValueCache) -> Tensor | None:
         """Return what one more position, (B, 1, width), becomes in one kernel; None where ops have to run."""

@@ -6,6 +6,7 @@ Norms are in `norms.py`, ops without parameters in `stateless.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from minigrad import rng
 from minigrad.arguments import as_int
@@ -41,8 +42,12 @@ class Linear(Module):
         self.weight = param("weight", (num_in, num_out), normal(std))
         self.bias = param("bias", (num_out,), zeros) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return matmul(x, self.weight) if self.bias is None else linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, *, beside: Tensor | None = None) -> Tensor:
+        """Return the map of x, added to `beside` if that is given: a residual connection in one pass."""
+        if self.bias is None:
+            y = matmul(x, self.weight)
+            return y if beside is None else beside + y
+        return linear(x, self.weight, self.bias, *(() if beside is None else (beside,)))
 
 
 class Conv2d(Module):
@@ -103,20 +108,33 @@ class Dropout(Module):
         self.name = name
         self.rate = rate
 
-    def __call__(self, x: Tensor, *, beside: Tensor | None = None) -> Tensor:
-        """Return x with dropout, added to `beside` if that is given: a residual connection in one pass."""
-        if not self.training or self.rate == 0:
-            return x if beside is None else beside + x
-        keep = rng.keep_mask(self.name, x.shape, self.rate)
-        if beside is None:
-            return dropout(x, keep=keep, rate=self.rate)
-        return add_dropout(beside, x, keep=keep, rate=self.rate)
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.is_idle:
+            return x
+        return dropout(x, keep=rng.keep_mask(self.name, x.shape, self.rate), rate=self.rate)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is dropped: in evaluation, or at a rate of 0."""
+        return not self.training or self.rate == 0
+
+    def join(self, x: Tensor, branch: Callable[..., Tensor]) -> Tensor:
+        """Return x plus a branch with dropout, in one pass: a residual connection.
+
+        Args:
+            branch: `branch()` returns it, and `branch(beside=x)` the sum of x and all of it.
+        """
+        if self.is_idle:
+            return branch(beside=x)
+        y = branch()
+        return add_dropout(x, y, keep=rng.keep_mask(self.name, y.shape, self.rate), rate=self.rate)
 
 
 class MultiHeadAttention(Module):
     """Causal self-attention: (B, T, width) -> (B, T, width).
 
-    Called with a cache, the T positions come after those in it, which they see too; nothing is recorded.
+    Called with a cache, the T positions come after those in it, which they see too; nothing is recorded. `beside` is
+    added to the result, as in `Linear`.
 
     Args:
         std: of the initial weights.
@@ -128,10 +146,10 @@ class MultiHeadAttention(Module):
         self.qkv = Linear(param.at("qkv"), width, 3 * width, std=std)
         self.out = Linear(param.at("out"), width, width, std=out_std)
 
-    def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def __call__(self, x: Tensor, cache: KeyValueCache | None = None, *, beside: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x)
         if cache is None:
-            return self.out(causal_attention(qkv, num_heads=self.num_heads))
+            return self.out(causal_attention(qkv, num_heads=self.num_heads), beside=beside)
         batch, time, width = x.shape
         # (B, T, 3 C) -> three of (B, heads, T, d)
         q, k, v = qkv.data.reshape(batch, time, 3, self.num_heads, -1).transpose(2, 0, 3, 1, 4)
@@ -142,4 +160,4 @@ class MultiHeadAttention(Module):
             sees = xp.broadcast_to(sees, (*q.shape[:-1], cache.length))
         y = xp.empty((batch, time, self.num_heads, width // self.num_heads), q.dtype)
         attend(q, keys, values, y.swapaxes(1, 2), causal=False, mask=sees)
-        return self.out(y.reshape(batch, time, width))
+        return self.out(y.reshape(batch, time, width), beside=beside)

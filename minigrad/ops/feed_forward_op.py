@@ -7,24 +7,24 @@ from typing import Any
 
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.ops.operands import fit_one, in_floating_dtype
+from minigrad.ops.operands import fit_one, given_beside, in_floating_dtype, pass_on
 from minigrad.tape import op
 from minigrad.vjps import Vjp, WeightVjp
 
 
 @op
 def feed_forward(
-    x: Array, w1: Array, b1: Array, w2: Array, b2: Array, *, exact: bool = False
-) -> tuple[Array, tuple[Vjp, Vjp, Vjp, Vjp, Vjp]]:
-    """Widen, bend, narrow: y = gelu(h) w2 + b2, h = x w1 + b1.
+    x: Array, w1: Array, b1: Array, w2: Array, b2: Array, beside: Array | None = None, *, exact: bool = False
+) -> tuple[Array, tuple[Vjp, ...]]:
+    """Widen, bend, narrow: y = gelu(h) w2 + b2, plus `beside` if there is one; h = x w1 + b1.
 
-    The same as `linear(gelu(linear(x, w1, b1)), w2, b2)`. On a CPU only x and h are kept, and the backward computes
-    gelu(h) again: half of what the composed ops keep.
+    The same as `linear(gelu(linear(x, w1, b1)), w2, b2, beside)`. On a CPU only x and h are kept, and the backward
+    computes gelu(h) again: half of what the composed ops keep.
 
     With dh = (g w2^T) gelu'(h): dx = dh w1^T, dw1 = x^T dh, db1 = sum(dh), dw2 = gelu(h)^T g, db2 = sum(g).
 
     Args:
-        x: (..., n), w1: (n, k), b1: (k,), w2: (k, m), b2: (m,).
+        x: (..., n), w1: (n, k), b1: (k,), w2: (k, m), b2: (m,), beside: (..., m).
         exact: as in `gelu`.
     Returns:
         (..., m).
@@ -38,10 +38,11 @@ def feed_forward(
             f"got {x.shape}, {w1.shape}, {b1.shape}, {w2.shape} and {b2.shape}"
         )
     given = x
-    x, w1, b1, w2, b2 = in_floating_dtype(x, w1, b1, w2, b2)
-    kernels, rows, shape = kernels_of(x, w1, b1, w2, b2), _rows(x), x.shape
+    besides = given_beside("feed_forward", beside, (*x.shape[:-1], *m))
+    x, w1, b1, w2, b2, *besides = in_floating_dtype(x, w1, b1, w2, b2, *besides)
+    kernels, rows, shape = kernels_of(x, w1, b1, w2, b2, *besides), _rows(x), x.shape
     wide, kept = kernels.linear_gelu(rows, w1, b1, exact)
-    y = kernels.linear(wide, w2, b2).reshape(*shape[:-1], w2.shape[1])
+    y = kernels.linear(wide, w2, b2, *map(_rows, besides)).reshape(*shape[:-1], w2.shape[1])
     del wide
     middle: tuple[Any, ...] = (None,)  # of the backward, once a vjp has made them: g, gelu(h), dh, parts of db1
 
@@ -79,6 +80,7 @@ def feed_forward(
         WeightVjp(b1, write_db1),
         WeightVjp(w2, write_dw2),
         WeightVjp(b2, write_db2),
+        *[fit_one(other, pass_on) for other in besides],
     )
 
 

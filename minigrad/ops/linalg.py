@@ -6,7 +6,7 @@ import math
 
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.ops.operands import fit, fit_one, in_floating_dtype, product, unbroadcast
+from minigrad.ops.operands import fit, fit_one, given_beside, in_floating_dtype, pass_on, product, unbroadcast
 from minigrad.tape import op
 from minigrad.vjps import Vjp, WeightVjp
 
@@ -49,20 +49,20 @@ def matmul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
 
 
 @op
-def linear(x: Array, w: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
-    """Map the last axis: y = x w + b.
+def linear(x: Array, w: Array, b: Array, beside: Array | None = None) -> tuple[Array, tuple[Vjp, ...]]:
+    """Map the last axis: y = x w + b, plus `beside` if there is one, in one pass: a residual connection.
 
     Args:
-        x: (..., n), w: (n, m), b: (m,).
+        x: (..., n), w: (n, m), b: (m,), beside: (..., m).
     Returns:
-        (..., m). dx = g w^T, dw = x^T g, db = sum of g over all rows.
+        (..., m). dx = g w^T, dw = x^T g, db = sum of g over all rows, dbeside = g.
     Raises:
         ValueError: the widths do not fit.
     """
     if w.ndim != 2 or x.shape[-1:] != w.shape[:1] or b.shape != w.shape[1:]:
         raise ValueError(f"linear: x (..., n), w (n, m) and b (m,) do not fit, got {x.shape}, {w.shape} and {b.shape}")
-    x, w, b = in_floating_dtype(x, w, b)
-    kernels, rows = kernels_of(x, w, b), _rows(x)
+    x, w, b, *besides = in_floating_dtype(x, w, b, *given_beside("linear", beside, (*x.shape[:-1], w.shape[1])))
+    kernels, rows = kernels_of(x, w, b, *besides), _rows(x)
 
     def write_dw(g: Array, out: Array, add: bool) -> None:
         kernels.product(rows.T, _rows(g), out, add)
@@ -70,10 +70,11 @@ def linear(x: Array, w: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp, Vjp]]:
     def write_db(g: Array, out: Array, add: bool) -> None:
         kernels.column_sum(_rows(g), out, add)
 
-    return kernels.linear(rows, w, b).reshape(*x.shape[:-1], w.shape[1]), (
+    return kernels.linear(rows, w, b, *map(_rows, besides)).reshape(*x.shape[:-1], w.shape[1]), (
         fit_one(x, lambda g: kernels.product(_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
         WeightVjp(w, write_dw),
         WeightVjp(b, write_db),
+        *[fit_one(other, pass_on) for other in besides],
     )
 
 

@@ -61,6 +61,24 @@ def check_broadcast(name: str, a: Array, b: Array) -> None:
         raise ValueError(f"{name}: shapes must be equal or broadcast, got {a.shape} and {b.shape}")
 
 
+def given_beside(name: str, beside: Array | None, shape: tuple[int, ...]) -> list[Array]:
+    """Return what an op adds to its result of this shape: one array, or none.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if beside is None:
+        return []
+    if beside.shape != shape:
+        raise ValueError(f"{name}: what is added must have the shape of the result, {shape}, got {beside.shape}")
+    return [beside]
+
+
+def pass_on(g: Array) -> Array:
+    """Return a cotangent as it is: the vjp of what was added."""
+    return g
+
+
 def fit(a: Any, b: Any, y: Array, vjp_a: Vjp, vjp_b: Vjp) -> tuple[Vjp, Vjp]:
     """Return the vjps of two operands, made to end in the operand's own form.
 

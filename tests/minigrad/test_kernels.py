@@ -158,8 +158,9 @@ def sampler(dtype: Any, *, read_only: bool = False, strided: bool = False, odd: 
 
 
 def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> None:
-    composed = {"block_step", "causal_attention"}  # where the reference is ops: see test_generation.py, and below
-    assert {case.split()[0] for case in CASES} == set(kernels.names(cpu)) - composed
+    # Where the reference is ops: see test_generation.py; and what is there only with BLAS: see below.
+    others = {"block_step", "causal_attention", "linear"}
+    assert {case.split()[0] for case in CASES} == set(kernels.names(cpu)) - others
     assert set(kernels.names(cpu)) <= set(kernels.names(reference))
 
 
@@ -229,7 +230,27 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(cpu: Any, name: str) 
             np.testing.assert_array_equal(part[0], all_rows[i])
 
 
-# Causal attention whole, which the reference leaves to the op.
+# What calls BLAS: a linear map, and causal attention whole, which the reference leaves to the op.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 65, 33), (1, 1, 1), (64, 128, 64), (0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
+@pytest.mark.parametrize("odd", [0, np.nan, np.inf, -np.inf])
+def test_a_linear_map_is_what_its_product_and_sums_give(
+    cpu: Any, shape: tuple[int, int, int], dtype: Any, odd: float
+) -> None:
+    with_blas(cpu)
+    m, n, k = shape
+    for kind in ({}, {"strided": True}, {"read_only": True}):
+        sample = sampler(dtype, **kind)  # type: ignore[arg-type]
+        x, w, b, beside = sample(m, n), sample(n, k), sample(k), sample(m, k)
+        if odd and x.size and b.size and not kind:
+            x[0, 0], b[0], beside[-1, -1] = 1, odd, -odd
+        for others in ((b,), (b, beside)):
+            with np.errstate(invalid="ignore"):
+                got, expected = cpu.linear(x, w, *others), reference.linear(x, w, *others)
+            assert got.dtype == dtype
+            np.testing.assert_allclose(got, expected, rtol=2e-6 if dtype == np.float32 else 1e-14, atol=1e-5)
 
 
 def attention_pair(cpu: Any, qkv: Array, num_heads: int, g: Array) -> list[tuple[Array, Array]]:
@@ -256,7 +277,7 @@ def attention_pair(cpu: Any, qkv: Array, num_heads: int, g: Array) -> list[tuple
 def test_causal_attention_is_what_its_products_give(
     cpu: Any, batch: int, time: int, num_heads: int, d: int, dtype: Any
 ) -> None:
-    whole_attention(cpu)
+    with_blas(cpu)
     for kind in ({}, {"strided": True}, {"read_only": True}):
         sample = sampler(dtype, **kind)  # type: ignore[arg-type]
         qkv, g = sample(batch, time, 3 * num_heads * d), sample(batch, time, num_heads * d)
@@ -268,7 +289,7 @@ def test_causal_attention_is_what_its_products_give(
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("time", [9, 70])
 def test_causal_attention_gives_nan_where_the_composed_op_does(cpu: Any, odd: float, time: int) -> None:
-    whole_attention(cpu)
+    with_blas(cpu)
     for place in (0, 7, 13):  # among the queries, the keys, the values; of the last position, which only it sees
         qkv, g = sampler(np.float32)(1, time, 18), sampler(np.float32)(1, time, 6)
         qkv[0, -1, place] = odd
@@ -280,7 +301,7 @@ def test_causal_attention_gives_nan_where_the_composed_op_does(cpu: Any, odd: fl
 
 
 def test_causal_attention_of_scores_that_are_all_minus_infinity_is_0(cpu: Any) -> None:
-    whole_attention(cpu)
+    with_blas(cpu)
     qkv = np.ones((1, 1, 3), np.float64)
     qkv[0, 0, :2] = 1e200, -1e200
     with np.errstate(over="ignore"):
@@ -290,7 +311,7 @@ def test_causal_attention_of_scores_that_are_all_minus_infinity_is_0(cpu: Any) -
 
 
 def test_ranks_that_are_threads_have_room_of_their_own(cpu: Any) -> None:
-    whole_attention(cpu)
+    with_blas(cpu)
     qkv, g = sampler(np.float32)(2, 150, 36), sampler(np.float32)(2, 150, 12)
 
     def train(_: int) -> list[Array]:
@@ -304,7 +325,7 @@ def test_ranks_that_are_threads_have_room_of_their_own(cpu: Any) -> None:
                 np.testing.assert_array_equal(got, expected)
 
 
-def whole_attention(cpu: Any) -> None:
+def with_blas(cpu: Any) -> None:
     """Skip the test where NumPy's BLAS is one that is not known."""
     if not hasattr(cpu, "causal_attention"):
         pytest.skip("no product of BLAS was found")
@@ -323,7 +344,7 @@ import minigrad as mg
 y = mg.causal_attention(np.ones((2, 64, 96), np.float32), num_heads=4)
 np.testing.assert_allclose(y.data, 1, rtol=1e-6)
 from minigrad.kernels import cpu
-assert not hasattr(cpu, "causal_attention")
+assert not hasattr(cpu, "causal_attention") and not hasattr(cpu, "linear")
 """
     result = run(program)
     assert result.returncode == 0, result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,11 +129,14 @@ def test_dropout_scales_what_it_keeps() -> None:
     np.testing.assert_allclose(x.grad, keep / 0.75)
 
 
-def test_dropout_beside_what_passes_it_by_has_the_bits_of_a_sum() -> None:
+def test_dropout_that_joins_a_branch_to_what_passes_it_by_has_the_bits_of_a_sum() -> None:
+    def branch(x: Any, *, beside: Any = None) -> Any:
+        return x if beside is None else beside + x
+
     layer, x, beside = nn.Dropout("drop", 0.25), sample(64, 65).astype(np.float32), sample(64, 65).astype(np.float32)
     leaves = [mg.Tensor(array, requires_grad=True) for array in (x, beside, x, beside)]
     with rng.scope(seed=0, step=0):
-        fused = layer(leaves[0], beside=leaves[1])
+        fused = layer.join(leaves[1], partial(branch, leaves[0]))
     with rng.scope(seed=0, step=0):
         plain = leaves[3] + layer(leaves[2])
     np.testing.assert_array_equal(fused.data, plain.data)
@@ -141,7 +145,8 @@ def test_dropout_beside_what_passes_it_by_has_the_bits_of_a_sum() -> None:
     for a, b in zip(leaves[:2], leaves[2:], strict=True):
         np.testing.assert_array_equal(a.grad, b.grad)
     layer.eval()
-    np.testing.assert_array_equal(layer(mg.Tensor(x), beside=mg.Tensor(beside)).data, beside + x)
+    joined = layer.join(mg.Tensor(beside), partial(branch, mg.Tensor(x)))
+    np.testing.assert_array_equal(joined.data, beside + x)
     with pytest.raises(ValueError, match=r"add_dropout: x and y must have the same shape, got \(2,\) and \(3,\)"):
         mg.add_dropout(np.ones(2), np.ones(3), keep=np.ones(3, bool), rate=0.5)
 

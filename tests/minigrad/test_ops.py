@@ -194,6 +194,11 @@ def test_attention_is_stable() -> None:
             r"linear: .* do not fit, got \(2, 3\), \(3, 5\) and \(1,\)",
         ),
         (
+            lambda: mg.linear(np.ones((2, 3)), np.ones((3, 5)), np.ones(5), np.ones(5)),
+            ValueError,
+            r"linear: what is added must have the shape of the result, \(2, 5\), got \(5,\)",
+        ),
+        (
             lambda: mg.embedding(np.ones((3, 2)), np.array([0.0])),
             TypeError,
             "embedding: ids must be integers, got float64",

@@ -187,7 +187,8 @@ def test_a_node_keeps_what_its_vjps_need_and_no_more(call: Callable[..., mg.Tens
 
 def test_attention_keeps_no_scores_and_a_feed_forward_one_wide_array() -> None:
     qkv = leaf(2, 129, 24)  # several blocks of queries
-    assert mg.Tape.of(mg.causal_attention(qkv, num_heads=2)).kept_bytes == qkv.data.nbytes
+    more = mg.Tape.of(mg.causal_attention(qkv, num_heads=2)).kept_bytes - qkv.data.nbytes
+    assert 0 <= more <= 2 * 2 * 160 * 2 * 8  # two numbers of each query, in whole blocks of 32
     x, w1, b1, w2, b2 = leaf(5, 3), parameter(3, 50), parameter(50), parameter(50, 2), parameter(2)
     kept = mg.Tape.of(mg.feed_forward(x, w1, b1, w2, b2)).kept_bytes
     weights = w1.data.nbytes + b1.data.nbytes + w2.data.nbytes  # b1 as well: another cotangent computes h again

@@ -24,6 +24,10 @@ def plain_feed_forward(x: Array, w1: Array, b1: Array, w2: Array, b2: Array, *, 
     return plain_gelu(x @ w1 + b1, exact=exact) @ w2 + b2
 
 
+def plain_feed_forward_beside(x: Array, w1: Array, b1: Array, w2: Array, b2: Array, beside: Array) -> Array:
+    return plain_feed_forward(x, w1, b1, w2, b2) + beside
+
+
 def plain_logistic(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
@@ -177,10 +181,16 @@ ROWS = [
     row("linear", lambda x, w, b: x @ w + b, normal(2, 4, 3), normal(3, 2), normal(2)),
     row("linear", lambda x, w, b: x @ w + b, normal(3), normal(3, 2), normal(2)),
     row("linear", lambda x, w, b: x @ w + b, normal(0, 3), normal(3, 2), normal(2)),
+    row("linear", lambda x, w, b, r: x @ w + b + r, normal(2, 4, 3), normal(3, 2), normal(2), normal(2, 4, 2)),
+    row("linear", lambda x, w, b, r: x @ w + b + r, normal(3), normal(3, 2), normal(2), normal(2)),
     row("feed_forward", plain_feed_forward, normal(2, 4, 3), normal(3, 6), normal(6), normal(6, 2), normal(2)),
     row("feed_forward", plain_feed_forward, normal(3), normal(3, 6), normal(6), normal(6, 2), normal(2)),
     row("feed_forward", plain_feed_forward, normal(0, 3), normal(3, 6), normal(6), normal(6, 2), normal(2)),
     row("feed_forward", plain_feed_forward, normal(65, 64), normal(64, 5), normal(5), normal(5, 2), normal(2)),
+    row(
+        "feed_forward",
+        *(plain_feed_forward_beside, normal(2, 3), normal(3, 6), normal(6), normal(6, 2), normal(2), normal(2, 2)),
+    ),
     row(
         "feed_forward",
         *(plain_feed_forward, normal(2, 3), normal(3, 6), normal(6), normal(6, 2), normal(2)),

@@ -102,14 +102,14 @@ COUNTERPARTS: dict[str, Callable[..., Tensor]] = {
     "expand_dims": expand_dims,
     "expm1": torch.expm1,
     "flip": lambda x, axis=None: torch.flip(x, tuple(range(x.ndim)) if axis is None else np.atleast_1d(axis).tolist()),
-    "feed_forward": lambda x, w1, b1, w2, b2, exact=False: F.linear(
-        F.gelu(F.linear(x, w1.T, b1), approximate="none" if exact else "tanh"), w2.T, b2
+    "feed_forward": lambda x, w1, b1, w2, b2, beside=0, exact=False: (
+        beside + F.linear(F.gelu(F.linear(x, w1.T, b1), approximate="none" if exact else "tanh"), w2.T, b2)
     ),
     "gelu": lambda x, exact=False: F.gelu(x, approximate="none" if exact else "tanh"),
     "getitem": getitem,
     "layer_norm": lambda x, gain, bias, eps=1e-5: F.layer_norm(x, gain.shape, gain, bias, eps),
     "leaky_relu": lambda x, slope=0.01: F.leaky_relu(x, slope),
-    "linear": lambda x, w, b: F.linear(x, w.T, b),
+    "linear": lambda x, w, b, beside=0: beside + F.linear(x, w.T, b),
     "log": torch.log,
     "log1p": torch.log1p,
     "log_softmax": lambda x, axis=-1: F.log_softmax(x, axis),

@@ -48,7 +48,9 @@ def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> 
     return out
 
 
-def linear(x: Array, w: Array, b: Array) -> Array:
+def linear(x: Array, w: Array, b: Array, beside: Array | None = None) -> Array:
+    if beside is not None:
+        return add(beside, linear(x, w, b))
     if not (x.size and w.size and address(b) % 16 == 0 and b.flags.c_contiguous):
         return reference.linear(x, w, b) if not (x.size and w.size) else product(x, w) + b
     y = new_rows(len(x), w.shape[1], x.dtype)

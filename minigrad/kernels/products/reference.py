@@ -29,12 +29,14 @@ def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> 
     return put(widened(a) @ widened(b), out, add)
 
 
-def linear(x: Array, w: Array, b: Array) -> Array:
-    """Return x w + b; w (n, k), b (k,)."""
+def linear(x: Array, w: Array, b: Array, beside: Array | None = None) -> Array:
+    """Return x w + b, plus `beside` if there is one; w (n, k), b (k,), beside (m, k)."""
     y = product(x, w)
-    if b.dtype != y.dtype:
-        return y + b
-    y += b
+    for other in (b,) if beside is None else (b, beside):
+        if other.dtype == y.dtype:
+            y += other
+        else:
+            y = y + other
     return y
 
 
