@@ -28,13 +28,14 @@ NUM_RECORDED = 7  # steps, before and after the turns
 
 
 class Training:
-    """A GPT in training on the ranks of `comm`, a stage on each."""
+    """A GPT in training on the ranks of `comm`, with the stages that the schedule has."""
 
     def __init__(self, comm: Communicator, size: str, schedule: str, num_microbatches: int) -> None:
         self.comm = comm
         config = gpt.GPTConfig(**SIZES[size])
         layers = gpt.layers(config)
-        specs = cut_by_weights([name for name, _ in layers], work_of_layers(config), comm.size)
+        num_stages = SCHEDULES[schedule].num_stages(comm.size)
+        specs = cut_by_weights([name for name, _ in layers], work_of_layers(config), num_stages)
         self.stages = PipelineStage.of(layers, comm, SCHEDULES[schedule], specs=specs)
         self.pipe = PipelineExecutor(
             self.stages, comm, SCHEDULES[schedule], num_microbatches=num_microbatches, loss_fn=mg.cross_entropy

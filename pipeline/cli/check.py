@@ -39,4 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
         proved, title = "messages and reductions", f"{title}, {dp} replicas"
         replicas = [Replica.by_stage(orders)] * dp
         check_whole_step(replicas, rank_of=schedule.rank_of, num_stages=num_stages, skips=skips)
+    if arguments.json:
+        print(flags.as_json({**asked.values, "replicas": dp, "skips": skips, "proved": proved}))
+        return
     print(f"{title}: complete, in order, and no timing of {proved} can deadlock it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from pipeline.cli import flags
@@ -21,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measured(parser)
     parser.add_argument("--ranks", type=flags.count, default=RANKS, metavar="P", help=f"ranks (default {RANKS})")
     add_microbatches(parser)
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the numbers as a table")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw all against the same time, one below the other")
 
@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     flags.check_size(2 * arguments.ranks * num_microbatches)
     work = Work(**values_of(arguments), measured=measured_of(arguments, num_microbatches))
     rows: list[str] = []
+    refused: list[str] = []
     results: list[Result] = []
     drawings = []
     for name, candidate in candidates_of(arguments).items():
@@ -42,7 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
             if work.measured is not None:
                 work.measured.stages_of(schedule.num_stages(arguments.ranks))  # for its error
         except ValueError as rule:  # one that does not allow these sizes says so in its row
-            rows.append(f"{name:16}  {rule}")
+            refused.append(f"{name:16}  {rule}")
+            rows.append(refused[-1])
             continue
         num_stages = schedule.num_stages(arguments.ranks)
         of_what = f"{BOUNDARIES} under {schedule.name}"
@@ -64,6 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
         print(to_json(results))
+        for row in refused:
+            print(row, file=sys.stderr)
         return
     reduced = "  with reductions  hidden" if work.gradient_bytes else ""
     in_microbatches = work.measured is None and (work.activations, work.deferred, work.static) == (1, 0, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distributed.trace.perfetto import perfetto
 from pipeline.cli import flags
-from pipeline.cli.schedule_flags import add_simulation, print_costs, timeline_of
+from pipeline.cli.schedule_flags import add_simulation, costs, print_costs, timeline_of
 from pipeline.schedules.drawing.png import write_png
 from pipeline.schedules.drawing.svg import DIGIT_WIDTH, picture, svg
 from pipeline.schedules.drawing.text import draw
@@ -45,6 +45,10 @@ def run(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, option)
         if path is not None:
             flags.write_file(f"--{option}", path, write)
+    if arguments.json:
+        rows = [[(str(action), start, end) for action, start, end in row] for row in timeline.rows]
+        print(flags.as_json({**checked.values, **costs(timeline), "ranks": rows}))
+        return
     print(title)
     print(text)
     print_costs(timeline)

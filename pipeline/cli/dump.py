@@ -22,4 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print a schedule as a .csv file."""
     orders = flags.load_torch(arguments.schedule) if arguments.source else checked(arguments).orders
-    print(dump_torch(orders) if arguments.target else dump(orders), end="")
+    text = dump_torch(orders) if arguments.target else dump(orders)
+    if arguments.json:
+        print(flags.as_json({"ranks": [line.split(",") for line in text.splitlines()]}))
+        return
+    print(text, end="")

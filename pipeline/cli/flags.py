@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,24 @@ def orders_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list
     except ValueError as rule:
         words = str(rule).replace("num_microbatches", "--microbatches").replace("num_ranks", "the number of ranks")
         raise ValueError(words) from rule
+
+
+def as_json(value: Any) -> str:
+    """Write what a command found as JSON; what is infinite is null, as JSON has no such number."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), indent=2, allow_nan=False)
+
+
+def cells(orders: Sequence[Sequence[Action]]) -> list[list[str]]:
+    """Return orders as the cells of a table, a row a rank."""
+    return [[str(action) for action in order] for order in orders]
 
 
 def write_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:

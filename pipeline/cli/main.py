@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        command.add_arguments(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
+        subparser = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
+        command.add_arguments(subparser)
+        subparser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     parsed = parser.parse_args(arguments)
     try:
         COMMANDS[parsed.command].run(parsed)

@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         what = f"{what} (default {default})"
         parser.add_argument(f"--{option}", type=flags.count, default=default, metavar="N", help=what)
-    parser.add_argument("--json", action="store_true", help="print what stages hold as JSON, for --measured")
 
 
 def run(arguments: argparse.Namespace) -> None:

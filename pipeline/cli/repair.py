@@ -55,6 +55,13 @@ def run(arguments: argparse.Namespace) -> None:
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(svg(drawing), encoding="utf-8"))
     if arguments.png is not None:
         flags.write_file("--png", arguments.png, lambda path: write_png(drawing, path))
+    if arguments.json:
+        moves = [
+            {"rank": rank, "action": str(orders[rank][before]), "from": before, "to": after}
+            for (rank, before), (_, after) in moved
+        ]
+        print(flags.as_json({"file": name, "moved": moves, "ranks": flags.cells(mended)}))
+        return
     if not moved:
         print(f"{name}: nothing to mend: complete, in order, and no timing of messages can deadlock it")
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.cli import flags
 from pipeline.schedules.action import Action
@@ -74,7 +74,22 @@ class Checked(NamedTuple):
     orders: list[list[Action]]
     num_stages: int
     num_microbatches: int
-    title: str
+
+    @property
+    def title(self) -> str:
+        """Its name and sizes, in words."""
+        sizes = f"{self.num_stages} stages on {len(self.orders)} ranks, {self.num_microbatches} micro-batches"
+        return f"{self.schedule.name}: {sizes}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its name and sizes, for JSON."""
+        return {
+            "schedule": self.schedule.name,
+            "num_stages": self.num_stages,
+            "num_ranks": len(self.orders),
+            "num_microbatches": self.num_microbatches,
+        }
 
 
 def checked(arguments: argparse.Namespace) -> Checked:
@@ -102,8 +117,7 @@ def checked(arguments: argparse.Namespace) -> Checked:
         rank_of=schedule.rank_of,
         trains=schedule.trains,
     )
-    title = f"{schedule.name}: {num_stages} stages on {num_ranks} ranks, {num_microbatches} micro-batches"
-    return Checked(schedule, orders, num_stages, num_microbatches, title)
+    return Checked(schedule, orders, num_stages, num_microbatches)
 
 
 def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
@@ -128,6 +142,17 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
         skip_bytes=arguments.skip_bytes,
     )
     return asked, timeline
+
+
+def costs(timeline: Timeline) -> dict[str, Any]:
+    """Return the numbers of a timeline, for JSON."""
+    return {
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "span_bubble_rate": timeline.span_bubble_rate,
+        "efficiency": timeline.efficiency,
+        "peak_microbatches_per_stage": timeline.peak_microbatches_per_stage,
+    }
 
 
 def print_costs(timeline: Timeline) -> None:

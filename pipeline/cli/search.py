@@ -85,10 +85,27 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.svg is not None:
         drawing = svg(picture(timeline, title))
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
+    peaks = None if measured is None else measured.peaks(found.timeline, num_stages, PLACEMENTS[best][1])
+    if arguments.json:
+        print(
+            flags.as_json(
+                {
+                    "placement": best,
+                    "num_stages": num_stages,
+                    "num_ranks": arguments.ranks,
+                    "num_microbatches": arguments.microbatches,
+                    **found.values,
+                    "peak_bytes": peaks,
+                    "exact": None if exact is None else {"time": exact.time, "least": exact.least},
+                    "placements": {name: other.time for name, other in results.items()},
+                    "ranks": flags.cells(orders),
+                }
+            )
+        )
+        return
     print(title)
     print(found.report())
-    if measured is not None:
-        peaks = measured.peaks(found.timeline, num_stages, PLACEMENTS[best][1])
+    if peaks is not None:
         print(f"bytes a rank                {' '.join(map(flags.amount, peaks))}")
     if exact is not None:
         print(exact.report())

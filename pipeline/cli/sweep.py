@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "numbers of micro-batches, as 4..64 (default 8)"
     parser.add_argument("--microbatches", type=flags.counts, default=[8], metavar="M", help=what)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, and do not print it")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
     what = "draw a heat map of one schedule, over the two things that have several values"
     parser.add_argument("--svg", type=Path, metavar="FILE", help=what)
     what = f"what the heat map shows: {', '.join(VALUES)} (default bubble)"
@@ -65,8 +64,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("no schedule allows any of these sizes")
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
-    else:
-        print(to_json(results) if arguments.json else to_csv(results).rstrip())
+    if arguments.json:
+        print(to_json(results))
+    elif arguments.csv is None:
+        print(to_csv(results).rstrip())
     if arguments.svg is not None:
         down, across = (axes + [name for name in several if name not in axes])[:2]
         name = arguments.value.replace("-", "_")

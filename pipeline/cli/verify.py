@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"not equal to one process: {mismatch}", file=sys.stderr, flush=True)
         sys.exit(1)
     if launcher_rank() == 0:
-        print(report)
+        print(flags.as_json(asdict(report)) if arguments.json else report)
 
 
 def check_sizes(case: Case, schedule: Schedule, *, dp: int, pp: int, num_microbatches: int) -> None:

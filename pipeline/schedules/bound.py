@@ -3,7 +3,7 @@
     busiest rank    a rank runs one action at a time
     critical path   the first micro-batch must get to a rank, all of them through it, and the last one back
     memory          what a rank may hold limits the forwards that it can run while the first backward is on its way,
-                    and the micro-batches that can be under way at a time
+                    and the micro-batches that can be under way at a time (`windows`)
 
 All hold for any order of the same work. The last is often met, and so proves an order to be the best there is. Where
 all times are multiples of one number, so is every step, and a bound is the next multiple.
@@ -11,10 +11,11 @@ all times are multiples of one number, so is every step, and a bound is the next
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.schedules.problem import ROUNDING, Problem
+from pipeline.schedules.room import end_of, windows
 
 _HALVINGS = 60  # of an interval: beyond the precision of a float
 _NOTHING = 1e-300  # in place of 0, to divide by
@@ -41,22 +42,6 @@ def _work(problem: Problem, rank: int) -> float:
     )
 
 
-def _down(problem: Problem, first: int, last: int) -> float:
-    """Return the time from the start of a forward on one stage until its data is on a later one."""
-    return sum(problem.forward[s] + problem.transfer[s] for s in range(first, last))
-
-
-def _up(problem: Problem, first: int, last: int) -> float:
-    """Return the time from the start of a backward on one stage until its gradient is on an earlier one."""
-    return sum(problem.backward_input[s] + problem.transfer[s - 1] for s in range(first, last, -1))
-
-
-def _round_trip(problem: Problem, stage: int, back_on: int) -> float:
-    """Return the time from the start of a micro-batch's forward on a stage to the start of its backward on another."""
-    last = problem.num_stages - 1
-    return _down(problem, stage, last) + problem.forward[last] + _up(problem, last, back_on)
-
-
 def _busiest(problem: Problem) -> Iterator[Bound]:
     for rank in range(problem.num_ranks):
         yield Bound(_work(problem, rank), f"busiest rank: rank {rank} computes for so long")
@@ -71,23 +56,22 @@ def _critical_path(problem: Problem, *, span: bool) -> Iterator[Bound]:
     for rank, own in enumerate(stages_of_rank):
         for stages in (own[first:] for first in range(len(own))):
             through = m * sum(problem.forward[s] + problem.backward_input[s] for s in stages)
-            for start in [theirs[0] for theirs in stages_of_rank if theirs[0] <= stages[0]] if span else [0]:
-                ends = [start] if span else range(stages[0] + 1)
+            for start, ends in _ways(problem, stages[0], span=span):
                 # The last action of these is a backward of some stage; from it to the weight half of an earlier one.
                 back = min(max(_back(problem, s, end) for end in ends) for s in stages)
                 yield Bound(
-                    _down(problem, start, stages[0]) + through + back,
+                    problem.down(start, stages[0]) + through + back,
                     f"critical path: to rank {rank}, all its forwards and backwards, and back",
                 )
     for start in [own[0] for own in stages_of_rank] if span else [0]:
-        there = _round_trip(problem, start, start)
+        there = problem.round_trip(start, start)
         back = problem.backward_input[start] + problem.backward_weight[start]
         yield Bound(there + back, "critical path: one micro-batch to the last stage and back")
 
 
 def _back(problem: Problem, stage: int, end: int) -> float:
     """Return the time from the end of a backward until the weight half of an earlier stage, or of its own, is done."""
-    backwards = _up(problem, stage, end) - problem.backward_input[stage] + problem.backward_input[end]
+    backwards = problem.up(stage, end) - problem.backward_input[stage] + problem.backward_input[end]
     return backwards + problem.backward_weight[end]
 
 
@@ -97,18 +81,38 @@ def _memory(problem: Problem, *, span: bool) -> Iterator[Bound]:
     if problem.num_stages == problem.num_ranks:
         yield Bound(_first_backwards(problem, span=span), "memory: forwards that fill the wait for a first backward")
     for rank, stages in enumerate(problem.stages_of_rank):
-        start = 0.0 if span else _down(problem, 0, stages[0])
-        wait = _round_trip(problem, stages[0], stages[-1])
+        start = 0.0 if span else problem.down(0, stages[0])
+        wait = problem.round_trip(stages[0], stages[-1])
         yield Bound(
             start + max(0.0, wait - _most_forward(problem, rank)) + _work(problem, rank),
             f"memory: rank {rank} has no room for more forwards while its first backward is on its way",
         )
-        held = m * sum(problem.activations[s] * _round_trip(problem, s, s) for s in stages)
+        held = m * sum(problem.activations[s] * problem.round_trip(s, s) for s in stages)
         last = min(problem.backward_input[s] + problem.backward_weight[s] for s in stages)
         yield Bound(
             start + held / problem.limit[rank] + last,
             f"memory: rank {rank} has no room for as many micro-batches as are under way at a time",
         )
+    for window in windows(problem):
+        f = problem.forward[window.first]
+        free = [i * f for i in range(window.most)]  # they come one after another
+        taken = end_of(free, window.length, m)
+        for before, after in _ways(problem, window.first, span=span):
+            back = max(_back(problem, window.last, end) for end in after)
+            yield Bound(
+                problem.down(before, window.first) + taken + back,
+                f"memory: at most {window.most} at a time from F on stage {window.first} to B on stage {window.last}",
+            )
+
+
+def _ways(problem: Problem, stage: int, *, span: bool) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield where a way to a stage may begin, and where the way back may end, for what is to be short."""
+    if not span:
+        yield 0, range(stage + 1)
+        return
+    for own in problem.stages_of_rank:
+        if own[0] <= stage:
+            yield own[0], [own[0]]
 
 
 def _most_forward(problem: Problem, rank: int) -> float:
@@ -146,7 +150,7 @@ def _first_backwards(problem: Problem, *, span: bool) -> float:
             f, rank = problem.forward[s], rank_of[s]
             is_last = s + 1 == problem.num_stages
             wait += f if is_last else f + problem.backward_input[s + 1] + 2 * problem.transfer[s]
-            idle = time - _work(problem, rank) - (0.0 if span else _down(problem, 0, s))
+            idle = time - _work(problem, rank) - (0.0 if span else problem.down(0, s))
             forwards = min(int(wait / f * (1 + ROUNDING)), most[s])
             if wait - forwards * f > idle:
                 if forwards == most[s] or idle < 0:
@@ -155,7 +159,7 @@ def _first_backwards(problem: Problem, *, span: bool) -> float:
         return True
 
     low = max(_work(problem, rank) for rank in range(problem.num_ranks))
-    high = low + 2 * _round_trip(problem, 0, 0)
+    high = low + 2 * problem.round_trip(0, 0)
     while not allows(high):
         high *= 2
     for _ in range(_HALVINGS):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeline.schedules.problem import Problem
-from pipeline.schedules.room import Room
+from pipeline.schedules.room import Room, end_of, windows
 
 _NEVER = float("inf")
 
@@ -78,6 +78,10 @@ class Partials:
             if b >= 0:
                 tail[b] = max(tail[b], delay[a] + self._time[a] + tail[a])
         self._by_tail = [[(tail[a], a) for a in sorted(own, key=lambda a: -tail[a])] for own in self._choices]
+        # F on the first stage, B on the last, how many fit between them, for how long, and what comes after the last.
+        self._windows = [
+            (w.first, self._stages + w.last, w.most, w.length, tail[self._stages + w.last]) for w in windows(problem)
+        ]
         self._trip = [0.0] * self._stages  # of a micro-batch, from its F on a stage to the end of its B there
         there_and_back = 0.0
         for s in reversed(stages):
@@ -212,6 +216,14 @@ class Partials:
                     from_when = min(from_when, earliest[a])
                     taken += (m - count[a]) * time[a]
                     longest = max(longest, from_when + taken + tail)
+        for f, b, most, length, tail in self._windows:
+            to_do = m - count[f]
+            if to_do:
+                inside = count[f] - count[b]
+                first = earliest[f]
+                slots = [max(first, earliest[b] + i * time[b]) for i in range(1, inside + 1)]
+                slots += [first + i * time[f] for i in range(most - inside)]
+                longest = max(longest, end_of(sorted(slots), length, to_do) + tail)
         return longest, together
 
     def _forwards_time(self, own: list[int], count: tuple[int, ...], room: float) -> float:

@@ -109,6 +109,19 @@ class Problem:
             stages[self.rank_of(stage, self.num_ranks)].append(stage)
         return stages
 
+    def down(self, first: int, last: int) -> float:
+        """Return the time from the start of a forward on one stage until its data is on a later one."""
+        return sum(self.forward[s] + self.transfer[s] for s in range(first, last))
+
+    def up(self, first: int, last: int) -> float:
+        """Return the time from the start of a backward on one stage until its gradient is on an earlier one."""
+        return sum(self.backward_input[s] + self.transfer[s - 1] for s in range(first, last, -1))
+
+    def round_trip(self, stage: int, back_on: int) -> float:
+        """Return the time from the start of a forward on a stage to that of the same backward on another, at least."""
+        last = self.num_stages - 1
+        return self.down(stage, last) + self.forward[last] + self.up(last, back_on)
+
     @cached_property
     def grain(self) -> float:
         """The largest number of which all times, and so all starts and ends, are multiples; 18.5 and 9 have 0.5."""

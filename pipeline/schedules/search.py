@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.beam import MOST_ACTIONS, beam
@@ -78,6 +79,21 @@ class Found:
     def orders(self) -> list[list[Action]]:
         """The order of every rank."""
         return self.schedule.orders(self.problem.num_ranks, self.problem.num_microbatches)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What was found, as plain values."""
+        return {
+            "measure": self.measure,
+            "time": self.time,
+            "bubble_rate": 1 - self.timeline.ideal / self.time,
+            "bound": self.bound.time,
+            "reason": self.bound.reason,
+            "gap": self.gap,
+            "named": None if self.named is None else {"schedule": self.named[0], "time": self.named[1]},
+            "memory": self.problem.peaks(self.timeline),
+            "num_tries": self.num_tries,
+        }
 
     def report(self) -> str:
         """Say what was found, and what was not ruled out."""

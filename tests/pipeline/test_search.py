@@ -12,6 +12,7 @@ from pipeline.schedules.beam import beam
 from pipeline.schedules.bound import lower_bounds
 from pipeline.schedules.greedy import Rule, build
 from pipeline.schedules.problem import Problem
+from pipeline.schedules.room import end_of, windows
 from pipeline.schedules.schedule import round_robin, v_shape
 from pipeline.schedules.search import search
 
@@ -61,7 +62,7 @@ def test_the_search_is_as_short_as_zb_2p_and_proves_that_nothing_is_shorter(inde
     [(3, 4, 5), (4, 6, 5), (4, 8, 0), *(pytest.param(*row, marks=LONG) for row in [(4, 4, 11), (4, 5, 8), (4, 7, 3)])],
 )
 def test_a_v_is_as_short_as_the_public_search_with_the_same_memory(p, k, bubble):
-    found = search(a_v(p, 2 * p, k), measure="span", num_tries=60, seconds=60)
+    found = search(a_v(p, 2 * p, k), measure="span", num_tries=31, seconds=60)
     assert found.timeline.span_bubble <= bubble
     assert max(found.timeline.peak_microbatches) <= k
 
@@ -157,6 +158,32 @@ def test_a_look_for_less_than_a_time_between_two_grains_finds_the_shorter_of_the
     looked = beam(problem, span=False, width=10_000, below=shortest + 0.5)
     assert problem.simulate(looked.orders).makespan == shortest
     assert beam(problem, span=False, width=10_000, below=shortest)[:2] == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "k", "rank_of", "time"),
+    [(4, 4, 2, round_robin, 53), (4, 4, 3, round_robin, 41), (4, 8, 3, round_robin, 73), (3, 3, 2, v_shape, 29)],
+)
+def test_where_little_fits_what_is_at_a_time_bounds_the_step(p, m, k, rank_of, time):
+    """Of two stages a rank that holds three inputs: one micro-batch at a time is between F and B of the second."""
+    problem = replace(a_v(p, m, k), rank_of=rank_of)
+    found = search(problem, num_tries=200, seconds=60)
+    assert found.time == found.bound.time == time
+    held = windows(problem)
+    assert held
+    for window in held:
+        (row,) = [row for row in found.timeline.rows if any(t.action == F(window.first, 0) for t in row)]
+        at = {t.action: t for t in row}
+        inside = [(at[F(window.first, i)].start, at[B(window.last, i)].end) for i in range(m)]
+        assert all(end - start >= window.length for start, end in inside)
+        assert max(sum(start <= now < end for start, end in inside) for now, _ in inside) <= window.most
+
+
+@pytest.mark.parametrize("free", [[0.0], [0.0, 1.0], [0.0, 3.0, 3.0], [0.0, 2.0, 19.0]])
+def test_jobs_in_slots_end_as_early_as_where_each_goes_where_it_can_end_first(free):
+    for count in range(1, 9):
+        ends = sorted(start + 5 * (i + 1) for start in free for i in range(count))
+        assert end_of(free, 5.0, count) == ends[count - 1]
 
 
 def test_the_report_says_what_is_proved():
