@@ -1,13 +1,12 @@
 """A run: what it prints, what it saves and when, how it goes on, and when it ends.
 
-`folder.py` has its files, `step_line.py` what is measured of a step, `resume.py` what goes on from a checkpoint,
-`summary.py` what it all came to, `attempts.py` the loop where ranks may die.
+`record.py` has what rank 0 writes, `step_line.py` what is measured of a step, `resume.py` what goes on from a
+checkpoint, `attempts.py` the loop where ranks may die.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,11 +24,10 @@ from distributed.run.attempts import AttemptLoop, RunAttempt
 from distributed.run.command_line import CHECKPOINTS, METRICS, fail, to_save
 from distributed.run.folder import RunFolder
 from distributed.run.progress import Progress
+from distributed.run.record import Record, warn
 from distributed.run.resume import FORGETS, take_state, warnings_of
 from distributed.run.settings import RunSettings
 from distributed.run.step_line import StepLine
-from distributed.run.summary import summarize
-from distributed.run.trackers import Trackers
 from distributed.stop import StopRequest
 from distributed.trace.perfetto import Event
 from distributed.trace.recorder import Recorder
@@ -89,8 +87,7 @@ class Run:
         self.line = StepLine(samples, settings.batch * size)
         self._events: list[Event] = []  # of the step that was recorded
         self._start_line = ""
-        self._files: RunFolder  # on rank 0 alone
-        self._trackers: Trackers | None = None  # likewise
+        self._record: Record  # on rank 0 alone
         self.folder = Path()
         if not comm.is_newcomer:  # the others are in the midst of the run
             self._start_line = describe(comm, device=device)
@@ -108,12 +105,12 @@ class Run:
         Whoever reads its checkpoints may need it, such as a tokenizer.
         """
         if self._start_line:  # a newcomer finds it there
-            self._on_rank_0(lambda: self._files.keep(Path(path)))
+            self._on_rank_0(lambda: self._record.folder.keep(Path(path)))
 
     def warn(self, words: str) -> None:
         """Print on rank 0's stderr, also where the run is quiet."""
         if self.comm.rank == 0:
-            print(words, file=sys.stderr, flush=True)
+            warn(words)
 
     def steps(self, model: HasTensors, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
         """Yield the number of each step that is still to be done.
@@ -125,7 +122,7 @@ class Run:
             folder = self.folder / CHECKPOINTS
             checkpoints = Checkpointer(folder, self.comm, model, optimizer, keep_last=settings.keep)
             first = self._go_on(checkpoints, batches, optimizer, self.settings.resume)
-            if first == settings.steps and self._on_rank_0(lambda: self._files.is_finished()):
+            if first == settings.steps and self._on_rank_0(lambda: self._record.folder.is_finished()):
                 self.stopped = True
                 self._close()
                 return
@@ -176,8 +173,8 @@ class Run:
         self.comm = comm
         self._start_line = describe(comm, device=self._device)
         self.folder = next(path for path in known if path is not None)
-        if comm.rank == 0 and not hasattr(self, "_files"):
-            self._files = RunFolder(str(self.folder), patient=True)
+        if comm.rank == 0 and not hasattr(self, "_record"):
+            self._record = Record(RunFolder(str(self.folder), patient=True), self.settings)
 
     def load(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer, *, again: bool) -> int:
         """Load what is to be resumed; return the first step to do.
@@ -187,13 +184,13 @@ class Run:
             again: this run was under way already; then its newest checkpoint is loaded, if it has one.
         """
         resume = self.settings.resume
-        if again and self._on_rank_0(lambda: self._files.last_checkpoint() is not None):
+        if again and self._on_rank_0(lambda: self._record.folder.last_checkpoint() is not None):
             resume = "auto"
         return self._go_on(checkpoints, batches, optimizer, resume)
 
     def is_done(self, first: int) -> bool:
         """Return whether there is nothing to do, and end then. Collective."""
-        if first < self.settings.steps or not self._on_rank_0(lambda: self._files.is_finished()):
+        if first < self.settings.steps or not self._on_rank_0(lambda: self._record.folder.is_finished()):
             return False
         self.stopped, self.training = False, None
         self._close()
@@ -210,11 +207,8 @@ class Run:
         if at_start:
             self._on_rank_0(lambda: self._begin(first))
             self._say_how_to_end()
-        elif self.comm.rank == 0:
-            settings = self._settings_to_save()
-            self._files.begin(settings, self.folder / METRICS, first, goes_on=True, last=line)
-            if self._trackers is None:  # this rank was not rank 0 before
-                self._trackers = Trackers(self.settings, self.folder, first, settings)
+        elif self.comm.rank == 0:  # which may have been another process before
+            self._record.begin(self._start_line, self.folder / METRICS, first, last=line)
 
     def begin_line(self, step: int, learning_rate: float, *, is_first: bool) -> None:
         """Begin the line of a step.
@@ -244,7 +238,7 @@ class Run:
             fail(str(error))
         with suppress(CheckpointError):
             checkpoints.wait()
-        last = self._on_rank_0(lambda: self._files.last_checkpoint())
+        last = self._on_rank_0(lambda: self._record.folder.last_checkpoint())
         self._close()
         fail(f"{error}; " + ("nothing was saved" if last is None else f"the last checkpoint is {last}"))
 
@@ -329,21 +323,11 @@ class Run:
         """Sum the run up on the screen and in `summary.json`, unless it was stopped."""
         if self.stopped:
             return
-        words = self._on_rank_0(lambda: self._sum_up(figures))
+        words = self._on_rank_0(lambda: self._record.sum_up(self.line, figures))
         self._draw()
         self._close()
         if words:
             self.say(f"{words}\nplots, metrics and checkpoints are in {self.folder}")
-
-    def _sum_up(self, figures: dict[str, float]) -> str:
-        """Write the summary; return what to say."""
-        lines = self._files.read_metrics()
-        if not lines:
-            return ""  # all steps were done elsewhere, and nobody knows how
-        summary, words = summarize(lines, self.line.samples, self.line.speed)
-        self._files.write_summary(summary | figures)
-        self._track({"step": lines[-1]["step"]} | figures)
-        return words
 
     def _layout(self) -> dict[str, int]:
         """Return what a picture says of the processes that go on with a run."""
@@ -351,11 +335,12 @@ class Run:
         return {"ranks": self.comm.size} | parts
 
     def _open(self) -> Path:
-        self._files = RunFolder(self.settings.run)
-        if self._files.warning is not None:
-            self.warn(f"warning: {self._files.warning}")
-        note_run(self._files.path)
-        return self._files.path
+        folder = RunFolder(self.settings.run)
+        self._record = Record(folder, self.settings)
+        if folder.warning is not None:
+            self.warn(f"warning: {folder.warning}")
+        note_run(folder.path)
+        return folder.path
 
     def _go_on(self, checkpoints: Checkpointer, batches: HasState, optimizer: Optimizer, resume: str | None) -> int:
         """Load what is to be resumed; return the first step to do."""
@@ -378,38 +363,26 @@ class Run:
     def _begin(self, first: int) -> None:
         resume = self.settings.resume
         before = self.folder if resume in (None, "auto") else Path(resume).parent.parent
-        settings = self._settings_to_save()
-        self._files.begin(settings, before / METRICS, first, goes_on=first < self.settings.steps)
-        self._trackers = Trackers(self.settings, self.folder, first, settings)
+        goes_on = first < self.settings.steps
+        self._record.begin(self._start_line, before / METRICS, first, goes_on=goes_on)
 
     def write_line(self) -> str | None:
         """Write this step's line of metrics on rank 0; return what is wrong with that."""
         if self.comm.rank != 0:
             return None
         try:
-            self._files.write_metrics(self.line.values)
+            self._record.write(self.line.values)
         except OSError as error:
             return _said(error)
-        self._track(self.line.values)
         return None
-
-    def _track(self, line: dict[str, Any]) -> None:
-        for fault in self._trackers.write(line) if self._trackers is not None else []:
-            self.warn(fault)
-
-    def _settings_to_save(self) -> dict[str, Any]:
-        return to_save(self.settings) | {"start": self._start_line}
 
     def _draw(self) -> None:
         if self.comm.rank == 0:
-            for fault in self._files.draw(self._events, self.settings.steps - 1, loss_unit=self._loss_unit):
-                self.warn(fault)
+            self._record.draw(self._events, self._loss_unit)
 
     def _close(self) -> None:
         if self.comm.rank == 0:
-            for fault in self._trackers.close() if self._trackers is not None else []:
-                self.warn(fault)
-            self._files.close()
+            self._record.close()
 
     def _on_rank_0(self, make: Callable[[], Any]) -> Any:
         """Return what rank 0 makes, on every rank; if that fails, all of them end with its one line."""
@@ -421,7 +394,7 @@ class Run:
                 fault = _said(error)
         made, fault = self.comm.broadcast_object((made, fault))
         if fault is not None:
-            if hasattr(self, "_files"):
+            if hasattr(self, "_record"):
                 self._close()
             fail(fault)
         return made
