@@ -1,4 +1,4 @@
-"""Matrix products; sums of products in letters are in `einsum.py`."""
+"""Matrix products; sums of products in letters are in `einsum_op.py`."""
 
 from __future__ import annotations
 
