@@ -98,15 +98,6 @@ def flag_of(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def listed_values(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Return the choices of each flag that has some, by the name of its field.
-
-    A flag that takes words has those.
-    """
-    listed = {f.name: f.metadata["choices"] or tuple(f.metadata["words"]) for f in fields(kind)}
-    return {name: values for name, values in listed.items() if values}
-
-
 def check(settings: Settings, world_size: int) -> None:
     """Check each setting, and then that they fit each other and the number of ranks.
 

@@ -9,10 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from flag_values import listed_values
 from jobs import ROOT, needs_mpirun, run_job
 
 from common.train_gpt_settings import TrainSettings
-from distributed.run.flags import flag_of, listed_values
+from distributed.run.flags import flag_of
 from pipeline import SCHEDULES
 
 SIZES = "--layers 8 --heads 1 --width 2 --context 2 --batch 8 --quiet --microbatches 4"

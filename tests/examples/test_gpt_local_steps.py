@@ -6,11 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from flag_values import listed_values
 from jobs import ROOT, needs_mpirun, run_job, write_text
 from safetensors.numpy import load_file
 
 from common.settings import LocalStepsSettings
-from distributed.run.flags import flag_of, listed_values
+from distributed.run.flags import flag_of
 
 SCRIPT = ROOT / "examples" / "gpt_local_steps.py"
 MANY_RUNS = str(ROOT / "tests" / "support" / "many_runs.py")
