@@ -159,7 +159,7 @@ def sampler(dtype: Any, *, read_only: bool = False, strided: bool = False, odd: 
 
 def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> None:
     # Where the reference is ops: see test_generation.py; and what is there only with BLAS: see below.
-    others = {"block_step", "causal_attention", "linear"}
+    others = {"block_step", "causal_attention", "linear", "product"}
     assert {case.split()[0] for case in CASES} == set(kernels.names(cpu)) - others
     assert set(kernels.names(cpu)) <= set(kernels.names(reference))
 
@@ -286,6 +286,26 @@ def test_causal_attention_is_what_its_products_give(
             np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * abs(expected).max(initial=1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 65, 33), (1, 1, 1), (64, 128, 64), (0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
+def test_a_product_is_added_to_what_is_there(cpu: Any, shape: tuple[int, int, int], dtype: Any) -> None:
+    with_blas(cpu)
+    m, n, k = shape
+    for kind in ({}, {"strided": True}, {"read_only": True}):
+        sample = sampler(dtype, **kind)  # type: ignore[arg-type]
+        for a, b in ((sample(m, n), sample(n, k)), (sample(n, m).T, sample(n, k)), (sample(m, n), sample(k, n).T)):
+            there = sampler(dtype)(m, k)
+            for out in (there.copy(), there.copy(order="F"), np.repeat(there, 2, axis=1)[:, ::2]):
+                assert cpu.product(a, b, out, True) is out
+                np.testing.assert_allclose(out, there + a @ b, rtol=0, atol=1e-4 if dtype == np.float32 else 1e-13)
+            wide = there.astype(np.float64)
+            cpu.product(a, b, wide, True)  # a gradient that is added up in a wider dtype than that of its parts
+            np.testing.assert_array_equal(wide, there + reference.product(a, b).astype(np.float64))
+    stack = sampler(dtype)(2, 3, 4)
+    out = np.ones((2, 3, 3), dtype)
+    np.testing.assert_allclose(cpu.product(stack, stack.swapaxes(1, 2), out, True), 1 + stack @ stack.swapaxes(1, 2))
+
+
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("time", [9, 70])
 def test_causal_attention_gives_nan_where_the_composed_op_does(cpu: Any, odd: float, time: int) -> None:
@@ -344,7 +364,7 @@ import minigrad as mg
 y = mg.causal_attention(np.ones((2, 64, 96), np.float32), num_heads=4)
 np.testing.assert_allclose(y.data, 1, rtol=1e-6)
 from minigrad.kernels import cpu
-assert not hasattr(cpu, "causal_attention") and not hasattr(cpu, "linear")
+assert not {"causal_attention", "linear", "product"} & set(vars(cpu))
 """
     result = run(program)
     assert result.returncode == 0, result.stderr

@@ -1,9 +1,11 @@
-"""A linear map for float32 and float64 on a CPU: BLAS adds the product to what is there, and needs no pass after it.
+"""Products that are added to something, for float32 and float64 on a CPU: BLAS does it, and no pass comes after.
 
 Where it adds to nothing it begins by writing zeros, so what is there instead costs as good as nothing.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +14,25 @@ from minigrad.kernels import blas
 from minigrad.kernels.compiling import EXACT, compiled
 from minigrad.kernels.products import reference
 
-__all__ = ["linear"] if blas.is_available else []
+__all__ = ["linear", "product"] if blas.is_available else []
+
+
+@compiled(EXACT)
+def _add_product(a: Array, b: Array, out: Array) -> None:
+    one = out.dtype.type(1)
+    blas.product(one, a, b, one, out)
+
+
+def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
+    if out is None or not add or not (_is_ready(a, out.dtype) and _is_ready(b, out.dtype) and out.flags.carray):
+        return reference.product(a, b, out, add)
+    _add_product(a, b, out)
+    return out
+
+
+def _is_ready(x: Array, dtype: np.dtype[Any]) -> bool:
+    """Return whether BLAS takes x as it is: a matrix, not empty, rows or columns side by side."""
+    return x.dtype == dtype and x.ndim == 2 and x.size > 0 and x.flags.forc and x.flags.behaved
 
 
 @compiled(EXACT)
