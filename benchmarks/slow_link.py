@@ -1,12 +1,15 @@
 """Measure data parallelism over a slow link: two hosts of one core each, joined by 100 Mbit/s, method by method.
 
     make bench-slow-link
+    make bench-slow-link MINUTES=3      measure for so long, keep what was found, and say what is left for another call
 
 The hosts are made of this machine by `two_hosts`, as root. Every method trains the same GPT on the text that comes with
-Python, with the same samples and the same learning rate: see `slow_link_job.py`. Speeds are of both ranks together,
-methods taking turns in the same processes, over whole periods of local steps. Bytes are what a rank sends of gradients
-or weights. The loss is that on text held back after 600 steps, of the weights that all ranks agree on; it does not hang
-on the link, and is measured without.
+Python, with the same samples and the same learning rate: see `slow_link_job.py`. Speeds are of both ranks together, of
+methods that take turns in the same processes, over whole periods of local steps, as a share of the same round's step
+that sends nothing. Bytes are what a rank sends of gradients or weights. The loss is that on text held back after 600
+steps, of the weights that all ranks agree on; it does not hang on the link, and is measured without.
+
+The bound is what the wire alone allows, if all that computes took no longer: see `bound`.
 
 What is to be reached, by one method: 90% of the tokens a second of a step that sends nothing, and a loss within 1% of
 plain gradients'.
@@ -14,56 +17,84 @@ plain gradients'.
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from ddp import TWO_HOSTS, Result, header, run, run_job
-from results_file import FOLDER
+from ddp import TWO_HOSTS, header, run_job
+from results_file import FOLDER, keep
+from slow_link_job import BATCH_OF_A_RANK, CONFIG, METHODS, Method
 
 RESULTS = FOLDER / "slow_link.txt"
-RATE = "100mbit"
+UNFINISHED = Path("runs/slow_link")  # what is measured, until all is
+RATE, BITS_A_SECOND = "100mbit", 100e6
 JOB = "slow_link_job.py"
 MEANINGS = {
     "alone": "nothing: ranks drift apart",
     "plain": "gradients as they are",
     "bfloat16": "gradients in bfloat16",
     "int8": "gradients in int8",
-    "float8_e4m3fn": "gradients in float8",
     "powersgd": "PowerSGD, 4 columns",
     "topk": "top-k, a hundredth",
-    "local_10": "local steps, H = 10",
-    "local_30": "local steps, H = 30",
-    "streaming_30": "streaming, H = 30",
+    "diloco": "DiLoCo, H = 30",
+    "streaming": "streaming DiLoCo, H = 30",
+    "mean": "mean of weights, H = 5",
+    "mean_carried": "the same in int8, in the background",
 }
+NUM_ROUNDS = 3
+NUM_STEPS = 600
+PIECE_SECONDS = 80  # of a loss, before it saves and lets others have their turn
 SPEED_SHARE = 0.90
 LOSS_EXCESS = 0.01
+FORWARD_SHARE = 1 / 3  # of a step's time: what comes before the first gradient
+
+Found = dict[str, Any]
 
 
-def measured_speeds(launcher: Sequence[str], num_rounds: int, methods: Sequence[str] = tuple(MEANINGS)) -> Result:
-    """Measure tokens a second over the slow link, and bytes a step."""
-    slow = [TWO_HOSTS, "--rate", RATE, *launcher]
-    return run_job(slow, JOB, "speed", "--rounds", str(num_rounds), "--methods", *methods)
+def bound(method: Method, bytes_a_step: float, step_seconds: float) -> float:
+    """Return the largest share of the speed alone that the wire allows.
 
+    A step's gradients can travel from the end of its forward on, and what local steps have learned in the steps of its
+    delay; that encoding takes time, and that messages move only when a rank sees to it, is left out.
 
-def measured_losses(launcher: Sequence[str]) -> dict[str, float]:
-    """Measure validation losses, a method at a time."""
-    losses: dict[str, float] = {}
-    for method in MEANINGS:
-        if method != "alone":
-            losses |= run_job(launcher, JOB, "loss", "--methods", method)["losses"]
-    return losses
+    Args:
+        bytes_a_step: sent by each rank, which both can do at once.
+        step_seconds: of a step that sends nothing.
+    """
+    wire = bytes_a_step * 8 / BITS_A_SECOND
+    if method.every:
+        apart = method.every / method.fragments  # steps from one agreement to the next
+        exposed = max(0.0, wire * apart - method.delay * step_seconds) / apart
+    else:
+        exposed = max(0.0, wire - (1 - FORWARD_SHARE) * step_seconds)
+    return step_seconds / (step_seconds + exposed)
 
 
 def table(
-    speeds: Mapping[str, Sequence[float]], sent: Mapping[str, float], losses: Mapping[str, float]
+    rounds: Sequence[Mapping[str, float]], sent: Mapping[str, float], losses: Mapping[str, float]
 ) -> Iterator[str]:
-    """Set methods beside each other; say which of them reach both targets."""
-    yield f"{'what travels':<30}{'tokens/s':>10}{'of alone':>10}{'bytes a step':>14}{'loss':>8}{'over plain':>12}"
+    """Set methods beside each other; say which of them reach both targets.
+
+    Args:
+        rounds: tokens a second of each method, round by round.
+    """
+    titles = f"{'tokens/s':>10}{'of alone':>10}{'bound':>8}{'bytes a step':>14}{'loss':>8}{'over plain':>12}"
+    yield f"{'what travels':<38}{titles}"
     reached = []
-    for method, values in speeds.items():
-        share = median(values) / median(speeds["alone"])
-        line = f"{MEANINGS[method]:<30}{median(values):>10,.0f}{share:>10.0%}{sent[method]:>14,.0f}"
+    alone = median(turn["alone"] for turn in rounds)
+    step_seconds = 2 * BATCH_OF_A_RANK * CONFIG.context / alone
+    for method, num_bytes in sent.items():
+        speed = median(turn[method] for turn in rounds)
+        share = median(turn[method] / turn["alone"] for turn in rounds)
+        most = bound(METHODS[method], num_bytes, step_seconds)
+        line = f"{MEANINGS[method]:<38}{speed:>10,.0f}{share:>10.0%}{most:>8.0%}{num_bytes:>14,.0f}"
         if method in losses:
             excess = losses[method] / losses["plain"] - 1
             line += f"{losses[method]:>8.3f}{excess:>+12.1%}"
@@ -74,17 +105,63 @@ def table(
     yield f"at least {SPEED_SHARE:.0%} of the speed alone, and a loss at most {LOSS_EXCESS:.0%} over plain: {verdict}"
 
 
-def report(launcher: Sequence[str], num_rounds: int) -> Iterator[str]:
-    """Measure everything; yield the lines as they are known."""
-    yield from header()
+def next_piece(found: Found, num_rounds: int) -> list[str] | None:
+    """Return the arguments of the next job, None where all is measured."""
+    if len(found["rounds"]) < num_rounds:
+        return ["speed", *METHODS]
+    missing = next((name for name in METHODS if name != "alone" and name not in found["losses"]), None)
+    if missing is None:
+        return None
+    steps = ["--steps", str(NUM_STEPS), "--seconds", str(PIECE_SECONDS)]
+    return ["loss", missing, "--folder", str(UNFINISHED / "checkpoints"), *steps]
+
+
+def measure(launcher: Sequence[str], num_rounds: int, seconds: float) -> Found:
+    """Go on with what is unfinished, at least by one piece, at most for about so long."""
+    start = time.perf_counter()
+    kept = UNFINISHED / "found.json"
+    found: Found = json.loads(kept.read_text()) if kept.exists() else {"rounds": [], "bytes": {}, "losses": {}}
+    while (piece := next_piece(found, num_rounds)) is not None:
+        what, name, *_ = piece
+        result = run_job([TWO_HOSTS, "--rate", RATE, *launcher] if what == "speed" else launcher, JOB, *piece)
+        if what == "speed":
+            found["rounds"].append(result["speeds"])
+            found["bytes"] = result["bytes"]
+        elif result["loss"] is not None:
+            found["losses"][name] = result["loss"]
+        UNFINISHED.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found))
+        if time.perf_counter() - start > seconds:
+            break
+    return found
+
+
+def report(launcher: Sequence[str], num_rounds: int, seconds: float) -> Iterator[str]:
+    """Measure; yield the lines, of what is known."""
     trial = subprocess.run([TWO_HOSTS, launcher[0], "--version"], capture_output=True, text=True, check=False)
     if "Open MPI" not in trial.stdout:
         yield f"two hosts: not measured: {trial.stderr.strip() or 'needs Open MPI'}"
         return
-    fast = measured_speeds(launcher, num_rounds)
-    yield f"two hosts, {RATE}; medians of {num_rounds} rounds of 30 steps; losses after 600 steps"
-    yield from table(fast["speeds"], fast["bytes"], measured_losses(launcher))
+    found = measure(launcher, num_rounds, seconds)
+    yield from header()
+    yield f"two hosts, {RATE}; medians of {len(found['rounds'])} rounds of 30 steps; losses after {NUM_STEPS} steps"
+    yield from table(found["rounds"], found["bytes"], found["losses"])
+    if next_piece(found, num_rounds) is not None:
+        yield f"unfinished: the same command goes on with {UNFINISHED}"
+    else:
+        shutil.rmtree(UNFINISHED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launcher", default="mpirun", help="the command that starts ranks, with its flags but -n")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="of speeds (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of measuring (default: until all is measured)")
+    args = parser.parse_args()
+    lines = list(report(args.launcher.split(), args.rounds, 60 * args.minutes))
+    print("\n".join(lines))
+    keep(lines, RESULTS, is_default=args.rounds == NUM_ROUNDS)
 
 
 if __name__ == "__main__":
-    run(__doc__, report, RESULTS, rounds=3)
+    main()

@@ -1,9 +1,10 @@
 """A job of `slow_link.py`: replicas that tell each other as little as a method lets them. Rank 0 prints a line of JSON.
 
-mpirun -n 2 python benchmarks/slow_link_job.py loss --methods plain --steps 600
-benchmarks/two_hosts --rate 100mbit mpirun -n 2 python benchmarks/slow_link_job.py speed --methods plain int8
+mpirun -n 2 python benchmarks/slow_link_job.py loss plain --steps 600 --folder runs/slow_link --seconds 90
+benchmarks/two_hosts --rate 100mbit mpirun -n 2 python benchmarks/slow_link_job.py speed plain int8
 
-Every method trains the same model on the same samples, with the learning rate and the clipping of `train_gpt.py`.
+Every method trains the same model on the same samples, with the learning rate and the clipping of `train_gpt.py`. A
+loss may be had in several calls: each goes on where the last one saved.
 """
 
 import os
@@ -15,9 +16,10 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,23 +27,26 @@ from engine_jobs import BATCH, SIZES
 
 from common.text import load_tokens, split
 from distributed import Communicator, DistributedDataParallel, SoloCommunicator, world
+from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data_parallel.comm_hooks import allreduce
-from distributed.data_parallel.compression import ErrorFeedback
-from distributed.data_parallel.feedback import FeedbackHook, allreduce_bytes
+from distributed.data_parallel.compression.feedback import FeedbackHook, WithState, allreduce_bytes
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
+from distributed.data_parallel.compression.low_rank import PowerSGD
+from distributed.data_parallel.compression.top_k import TopK
 from distributed.data_parallel.local_steps import LocalSteps, Nesterov
-from distributed.data_parallel.low_rank import PowerSGD
-from distributed.data_parallel.top_k import TopK
-from minigrad import backward, backward_with_hooks, cross_entropy, no_grad
+from minigrad import backward_with_hooks, cross_entropy, no_grad
 from minigrad.clipping import clip_by_global_norm
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import GPT, GPTConfig
-from minigrad.optim import AdamW, Optimizer
+from minigrad.optim import SGD, AdamW, Optimizer
+from minigrad.update_rules import Rule
 
 CONFIG = GPTConfig(**(SIZES["nano-cpu"] | {"vocab_size": 256}))  # bytes
 BATCH_OF_A_RANK = BATCH["nano-cpu"]
 LEARNING_RATE, FLOOR, MAX_NORM = 3e-3, 0.1, 1.0
 STEPS_A_ROUND = 30  # of each method; a multiple of every `every`, so that a round has all that travels
+STEPS_A_LOOK = 10  # from one look at the clock to the next
 
 Tokens = np.ndarray
 
@@ -51,8 +56,8 @@ class Method:
     """What replicas tell each other.
 
     Attributes:
-        hook: makes how gradients travel in each step; None: as they are.
-        every, fragments, delay, alpha, outer_lr, outer_momentum: of local steps, where every is above 0.
+        hook: makes how gradients travel in each step, or what local steps have learned; None: as they are.
+        every, fragments, delay, alpha, outer: of local steps, where every is above 0.
         alone: nothing travels, and replicas drift apart.
     """
 
@@ -60,23 +65,26 @@ class Method:
     every: int = 0
     fragments: int = 1
     delay: int = 0
-    alpha: float = 0.0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    alpha: float | None = None
+    outer: Rule = field(default_factory=Nesterov)
     alone: bool = False
+
+
+def int8() -> FeedbackHook:
+    return ErrorFeedback("int8")
 
 
 METHODS = {
     "alone": Method(alone=True),
     "plain": Method(),
     "bfloat16": Method(lambda: ErrorFeedback("bfloat16")),
-    "int8": Method(lambda: ErrorFeedback("int8")),
-    "float8_e4m3fn": Method(lambda: ErrorFeedback("float8_e4m3fn")),
+    "int8": Method(int8),
     "powersgd": Method(PowerSGD),
     "topk": Method(TopK),
-    "local_10": Method(every=10),
-    "local_30": Method(every=30),
-    "streaming_30": Method(every=30, fragments=3, delay=4, alpha=0.5),
+    "diloco": Method(every=30),
+    "streaming": Method(every=30, fragments=3, delay=4, alpha=0.5),
+    "mean": Method(every=5, outer=SGD(1.0)),
+    "mean_carried": Method(int8, every=5, delay=2, outer=SGD(1.0)),
 }
 
 
@@ -103,26 +111,39 @@ class Training:
         rate = warmup_cosine(LEARNING_RATE, num_steps=num_steps, num_warmup_steps=num_steps // 10, floor=floor)
         rule = AdamW(rate, betas=(0.9, 0.99), weight_decay=0.1)
         self._hook = method.hook() if method.hook is not None else None
+        self._comm_hook = self._hook or allreduce
         self._local: LocalSteps | None = None
         self._num_steps = 0
+        self.warm_up_steps = method.every or 2
         if method.every:
             self._optimizer = Optimizer(self._model.parameters(), rule)
             self._local = LocalSteps(
                 self._model.parameters(),
                 comm,
-                Nesterov(method.outer_lr, method.outer_momentum),
+                method.outer,
                 every=method.every,
                 num_fragments=method.fragments,
                 delay=method.delay,
                 alpha=method.alpha,
+                comm_hook=self._comm_hook,
                 inner=self._optimizer,
             )
             return
         ranks = SoloCommunicator() if method.alone else comm
-        self._ddp = DistributedDataParallel(self._model, ranks, comm_hook=self._hook or allreduce)
+        self._ddp = DistributedDataParallel(self._model, ranks, comm_hook=self._comm_hook)
         if self._hook is not None:
             self._hook.attach(self._ddp.buckets)
         self._optimizer = self._ddp.optimizer(rule)
+
+    def checkpoints(self, folder: Path) -> Checkpointer:
+        """Return what saves this training there. Collective."""
+        memory = self._local or self._hook
+        model = self._model if memory is None else WithState(self._model, memory)
+        return Checkpointer(folder, self._comm, model, self._optimizer, keep_last=1)
+
+    @property
+    def data(self) -> TokenBatches:
+        return self._data
 
     @property
     def bytes_a_step(self) -> float:
@@ -141,7 +162,7 @@ class Training:
         self._optimizer.zero_grad()
         loss = cross_entropy(self._model(x), y)
         if self._local is not None:
-            backward(loss)
+            backward_with_hooks(loss, self._local.hooks())
             clip_by_global_norm(self._model.parameters(), MAX_NORM)
             self._optimizer.step()
             self._local.step()
@@ -151,6 +172,10 @@ class Training:
             self._ddp.clip_by_global_norm(MAX_NORM)
             self._optimizer.step()
         self._num_steps += 1
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
 
     def validation_loss(self) -> float:
         """Return the mean loss over the text that is held back, of the weights that all ranks agree on. Collective."""
@@ -171,45 +196,61 @@ class Training:
         return float(total / num_windows)
 
 
-def losses(comm: Communicator, methods: dict[str, Method], num_steps: int) -> dict[str, Any]:
-    """Train by each method, and return the validation losses."""
-    result = {}
-    for name, method in methods.items():
-        training = Training(method, comm, num_steps)
-        for _ in range(num_steps):
-            training.step()
-        result[name] = training.validation_loss()
-    return {"losses": result}
+def loss(comm: Communicator, name: str, num_steps: int, folder: Path, seconds: float) -> dict[str, Any]:
+    """Train by a method for at most so long, and save; return the step, and at the end the validation loss."""
+    start = time.perf_counter()
+    training = Training(METHODS[name], comm, num_steps)
+    checkpoints = training.checkpoints(folder / name)
+    loaded = checkpoints.load()
+    step = loaded.step if loaded is not None else 0
+    if loaded is not None:
+        training.data.load_state_dict(loaded.state)
+    while step < num_steps:
+        training.step()
+        step += 1
+        if step % STEPS_A_LOOK == 0 and comm.broadcast_object(time.perf_counter() - start > seconds):
+            break
+    checkpoints.save(step, training.data.state_dict())
+    checkpoints.wait()
+    return {"step": step, "loss": training.validation_loss() if step == num_steps else None}
 
 
-def speeds(comm: Communicator, methods: dict[str, Method], num_rounds: int) -> dict[str, Any]:
-    """Let the methods take turns, and return the tokens a second of all ranks, round by round."""
-    num_steps = (1 + num_rounds) * STEPS_A_ROUND
-    trainings = {name: Training(method, comm, num_steps) for name, method in methods.items()}
-    result: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(1 + num_rounds):
-        for name, training in trainings.items():
-            comm.barrier()
-            start = time.perf_counter()
-            for _ in range(STEPS_A_ROUND):
-                training.step()
-            comm.barrier()
-            if number:  # the first one compiles kernels
-                tokens = comm.size * BATCH_OF_A_RANK * CONFIG.context * STEPS_A_ROUND
-                result[name].append(tokens / (time.perf_counter() - start))
-    return {"speeds": result, "bytes": {name: training.bytes_a_step for name, training in trainings.items()}}
+def speeds(comm: Communicator, names: Sequence[str]) -> dict[str, Any]:
+    """Let the methods take a turn each; return the tokens a second of all ranks, and the bytes that each sends a step.
+
+    A turn begins and ends where local steps have nothing under way.
+    """
+    trainings = {name: Training(METHODS[name], comm, num_steps=600) for name in names}
+    found: dict[str, float] = {}
+    for training in trainings.values():  # kernels are compiled, and what is kept is made
+        training.run(training.warm_up_steps)
+    for name, training in trainings.items():
+        comm.barrier()
+        start = time.perf_counter()
+        training.run(STEPS_A_ROUND)
+        comm.barrier()
+        found[name] = comm.size * BATCH_OF_A_RANK * CONFIG.context * STEPS_A_ROUND / (time.perf_counter() - start)
+    return {"speeds": found, "bytes": {name: training.bytes_a_step for name, training in trainings.items()}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["loss", "speed"])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=600, help="of a loss (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="of a speed (default: %(default)s)")
+    jobs = parser.add_subparsers(dest="job", required=True)
+    of_loss = jobs.add_parser("loss")
+    of_loss.add_argument("method", choices=METHODS)
+    of_loss.add_argument("--steps", type=int, default=600, help="(default: %(default)s)")
+    of_loss.add_argument("--folder", type=Path, required=True, help="what is saved there is gone on with")
+    of_loss.add_argument(
+        "--seconds", type=float, default=math.inf, help="then save and end (default: at the last step)"
+    )
+    of_speed = jobs.add_parser("speed")
+    of_speed.add_argument("methods", nargs="+", choices=METHODS)
     args = parser.parse_args()
     comm = world()
-    methods = {name: METHODS[name] for name in args.methods}
-    result = losses(comm, methods, args.steps) if args.what == "loss" else speeds(comm, methods, args.rounds)
+    if args.job == "loss":
+        result = loss(comm, args.method, args.steps, args.folder, args.seconds)
+    else:
+        result = speeds(comm, args.methods)
     if comm.rank == 0:
         print(json.dumps(result))
 

@@ -26,7 +26,7 @@ from common.settings import DigitsSettings
 from distributed import Communicator, DistributedDataParallel, GradientBucketManager, Work, world
 from distributed.comm.work import Array, JoinedWork
 from distributed.data.batches import Sampler
-from distributed.data_parallel.feedback import WithState
+from distributed.data_parallel.compression.feedback import WithState
 from distributed.run import Run, flag, read_settings, run_script
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import MLP

@@ -2,12 +2,12 @@
 """Train a GPT on replicas that a slow link joins: each steps on its own, and they agree every few steps (DiLoCo).
 
 mpirun -n 2 python -m mpi4py examples/gpt_local_steps.py
-mpirun -n 2 python -m mpi4py examples/gpt_local_steps.py --every 20 --fragments 2 --delay 2 --alpha 0.5
+mpirun -n 2 python -m mpi4py examples/gpt_local_steps.py --every 30 --outer-lr 0.7 --outer-momentum 0.9 --compress none
 
 gpt_ddp.py with local steps in place of gradients that travel. Each rank steps an optimizer of its own on its part of
 each batch. After --every steps the ranks average how far they have come, and take that as the gradient of an outer
-step. So a rank sends one model in --every steps, where gpt_ddp.py sends as much in each. With --fragments it sends
-a part of the model at a time, and with --delay while it computes the next steps.
+step. So a rank sends one model in --every steps, where gpt_ddp.py sends as much in each; in a byte a number, which is a
+quarter; and, with --delay, while it computes the next steps. The second line is DiLoCo as in its paper.
 The loss is that of each rank's own weights, and only at first that of gpt_ddp.py. A run may be ended after any step:
 its checkpoint has what each rank has of its own, and on as many ranks it goes on as if nothing had been.
 Source: Douillard et al. 2023 (arXiv 2311.08105) and 2025 (arXiv 2501.18512).
@@ -21,10 +21,12 @@ from common.settings import LocalStepsSettings
 from common.text import load_tokens, split
 from distributed import world
 from distributed.data.batches import TokenBatches
-from distributed.data_parallel.feedback import WithState
+from distributed.data_parallel.comm_hooks import allreduce
+from distributed.data_parallel.compression.feedback import WithState
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
 from distributed.data_parallel.local_steps import LocalSteps, Nesterov
 from distributed.run import Run, read_settings, run_script
-from minigrad import backward, cross_entropy
+from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
 
@@ -42,11 +44,12 @@ def main() -> None:
     local = LocalSteps(
         model.parameters(),
         comm,
-        Nesterov(settings.outer_lr),
+        Nesterov(settings.outer_lr, settings.outer_momentum),
         every=settings.every,
         num_fragments=settings.fragments,
-        delay=settings.delay,
+        delay=settings.steps_of_delay,
         alpha=settings.alpha,
+        comm_hook=allreduce if settings.compress == "none" else ErrorFeedback(settings.compress),
         inner=optimizer,
     )
     batches = TokenBatches(
@@ -62,7 +65,7 @@ def main() -> None:
         x, y = batches.next()
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)
-        backward(loss)
+        backward_with_hooks(loss, local.hooks())
         optimizer.step()
         local.step()
         run.log(local.mean(loss.item()))

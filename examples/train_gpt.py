@@ -42,10 +42,10 @@ from distributed.data.prefetch import Prefetched
 from distributed.data.tokenizer import TOKENIZER, Tokenizer
 from distributed.data_parallel.bucket_size import choose_bucket_bytes
 from distributed.data_parallel.comm_hooks import allreduce
-from distributed.data_parallel.compression import ErrorFeedback
-from distributed.data_parallel.feedback import FeedbackHook, WithState
-from distributed.data_parallel.low_rank import PowerSGD
-from distributed.data_parallel.top_k import TopK
+from distributed.data_parallel.compression.feedback import FeedbackHook, WithState
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
+from distributed.data_parallel.compression.low_rank import PowerSGD
+from distributed.data_parallel.compression.top_k import TopK
 from distributed.recovery import Heal
 from distributed.run import JoinedState, Run, read_settings, run_script
 from minigrad import cross_entropy, rng

@@ -7,7 +7,14 @@
 Each rank steps its own optimizer, on its own samples, with no gradient on any wire. After `every` steps the ranks
 average how far they have come from where they last agreed, and take that as the gradient of an outer rule, as a rule
 SGD with Nesterov momentum. So a slow link carries one model in `every` steps. In fragments it carries a part at a time,
-and with a delay while the next steps compute.
+with a delay while the next steps compute, and with a comm hook in few bits. Many small agreements by the plain mean,
+`SGD(1.0)`, learn about as data parallelism does; few large ones are what the paper's momentum is for.
+
+What a rank learns during the delay goes on from what was agreed on, so that the mean of all ranks misses no update. The
+paper mixes instead, by an alpha, and with alpha 0 drops it:
+
+    alpha=None   own = agreed + (own - own when the sum set out)
+    alpha        own = agreed + alpha (own - agreed)
 
 Between two agreements ranks have other weights. A checkpoint has as the model's what was last agreed on, and beside it
 what is each rank's own: its weights, its inner optimizer's state, and the sums that are under way. So a run may be
@@ -16,7 +23,7 @@ saved, and end, after any step, and on as many ranks it goes on bit by bit:
     checkpoints = Checkpointer(folder, comm, WithState(model, local), optimizer)
 
 Source: Douillard et al. 2023 (arXiv 2311.08105), algorithm 1; fragments, delay and alpha: Douillard et al. 2025
-(arXiv 2501.18512), algorithm 2.
+(arXiv 2501.18512), algorithm 2; alpha=None: Shen et al. 2019 (arXiv 1906.12043), algorithm 1.
 """
 
 from __future__ import annotations
@@ -28,9 +35,11 @@ import numpy as np
 
 from distributed.comm.communicator import Array, Communicator, ReduceOp, Work
 from distributed.comm.work import CompletedWork
-from distributed.data_parallel.feedback import allreduce_bytes
+from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.compression.feedback import FeedbackHook, allreduce_bytes
 from distributed.data_parallel.replicas import broadcast_params, check_layout
 from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.hooks import Hooks
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter
@@ -68,7 +77,9 @@ class _Piece:
         agreed: (n,) the weights that all ranks have agreed on.
         state: of the outer rule.
         own: where the weights of this rank are saved from.
+        moved: (n,) how far this rank has come, then all of them: what travels.
         sum: where what is under way is saved from; None where nothing can be between two steps.
+        departed: the weights of this rank when the sum set out, where what it learns since is carried on.
         work: the sum of how far the ranks have come, while it is under way.
     """
 
@@ -76,7 +87,9 @@ class _Piece:
     agreed: Array
     state: dict[str, Buffer]
     own: Buffer
+    moved: Array
     sum: Buffer | None
+    departed: Buffer | None
     work: Work | None = None
 
 
@@ -88,24 +101,27 @@ class LocalSteps:
         local = LocalSteps(model.parameters(), comm, Nesterov(0.7, momentum=0.9), every=100, inner=optimizer)
         for x, y in batches:
             optimizer.zero_grad()
-            backward(loss_fn(model(x), y))
+            backward_with_hooks(loss_fn(model(x), y), local.hooks())
             optimizer.step()
             local.step()
 
     Args:
         params: of the model, equal on all ranks from here on; rank 0's count.
-        rule: the outer one; `Nesterov` is the paper's.
+        rule: the outer one; `Nesterov` is the paper's, SGD(1.0) takes the mean.
         every: steps from one agreement on a parameter to the next.
         num_fragments: parts of the model that are agreed on one after the other, evenly over `every` steps.
         delay: steps that a sum may take: it is applied so many steps after it set out.
-        alpha: how much of its own weights a rank keeps where a fragment is agreed on: 0 takes what was agreed on.
+        alpha: how much of its own weights a rank keeps where a fragment is agreed on: 0 takes what was agreed on. None:
+            that, and besides all that this rank has learned during the delay.
+        comm_hook: how it travels how far the ranks have come; `ErrorFeedback("int8")` sends a quarter of the bytes.
         inner: the optimizer of these ranks, to be saved as each of them has it, by a copy of its state; None: as one of
             them has it.
 
     Attributes:
         num_steps: so far.
         num_agreements: outer steps of each fragment so far.
-        sent_bytes, plain_bytes: what this rank has sent so far, and what allreduces of the gradients would have.
+        sent_bytes, plain_bytes: what this rank has sent so far, and what allreduces of the gradients would have. A
+            hook with a memory counts what this process has sent.
 
     Raises:
         ValueError: every is no multiple of num_fragments or not above the delay, alpha is not in 0 .. 1, or ranks have
@@ -121,7 +137,8 @@ class LocalSteps:
         every: int,
         num_fragments: int = 1,
         delay: int = 0,
-        alpha: float = 0.0,
+        alpha: float | None = None,
+        comm_hook: CommHook = allreduce,
         inner: Optimizer | None = None,
     ) -> None:
         params = list(dict.fromkeys(params))
@@ -132,22 +149,27 @@ class LocalSteps:
         if not 0 <= delay < every // num_fragments:
             apart = every // num_fragments
             raise ValueError(f"delay must be at least 0 and below the {apart} steps between two fragments, got {delay}")
-        if not 0 <= alpha <= 1:
+        if alpha is not None and not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {alpha}")
         self.comm = comm.duplicate()
         check_layout("parameter", params, self.comm)
         broadcast_params(params, self.comm)
         FlatBuffer.adopt(params)
         self._rule = rule
-        self._every, self._delay, self._alpha = every, delay, alpha
+        self._every, self._delay, self._alpha = every, delay, alpha or 0.0
+        self._carries = alpha is None and delay > 0
         # The name has what decides which sums are under way: a checkpoint of other settings has other memories.
         counts = np.zeros(1 + num_fragments, np.int64)
-        self._counts = Buffer(counts, f"local_steps.counts_every_{every}_delay_{delay}")
+        how = f"every_{every}_delay_{delay}" + ("_carried" if self._carries else "")
+        self._counts = Buffer(counts, f"local_steps.counts_{how}")
         self._whose = f"{comm.rank}_of_{comm.size}"
         self._fragments = [
             [self._piece(part) for part in FlatBuffer.ranges_of(group)] for group in _cut(params, num_fragments)
         ]
         slices = inner.state_slices() if inner is not None else ()
+        self._hook = comm_hook
+        if isinstance(comm_hook, FeedbackHook):
+            comm_hook.attach_to([(piece.moved, piece.part) for piece in self._pieces()], self.comm)
         self._inner = [(held.array, self._own(held.array, name)) for name, held in slices]
 
     @property
@@ -160,6 +182,8 @@ class LocalSteps:
 
     @property
     def sent_bytes(self) -> int:
+        if isinstance(self._hook, FeedbackHook):
+            return self._hook.sent_bytes
         sums = [count + self._is_under_way(number) for number, count in enumerate(self.num_agreements)]
         return sum(count * self._bytes_of(fragment) for count, fragment in zip(sums, self._fragments, strict=True))
 
@@ -170,8 +194,15 @@ class LocalSteps:
     @property
     def in_step(self) -> bool:
         """Whether all ranks have the same weights now."""
-        whole = len(self._fragments) == 1 and not self._alpha
+        whole = len(self._fragments) == 1 and not self._alpha and not self._carries
         return not self.num_steps or (whole and self.num_steps % self._every == 0)
+
+    def hooks(self) -> Hooks:
+        """Return hooks for a backward, between whose ops sums move on.
+
+        With MPI they move nowhere else but in calls of a communicator.
+        """
+        return Hooks(between_ops=self.comm.progress)
 
     def step(self) -> None:
         """Count a step; where a fragment is due, send it or take what was agreed on.
@@ -184,6 +215,7 @@ class LocalSteps:
                 self._launch(fragment)
             if self._steps_until(number) == 0:
                 self._arrive(number, fragment)
+        self.comm.progress()
 
     def mean(self, value: float) -> float:
         """Return the mean over ranks of a number that each has, such as its loss.
@@ -199,8 +231,9 @@ class LocalSteps:
         """
         buffers = [self._counts, *(buffer for _, buffer in self._inner)]
         for piece in self._pieces():
-            buffers += [piece.own, *piece.state.values(), *([] if piece.sum is None else [piece.sum])]
-        return buffers
+            buffers += [piece.own, *piece.state.values()]
+            buffers += [buffer for buffer in (piece.sum, piece.departed) if buffer is not None]
+        return buffers + self._kept()
 
     def pack(self) -> None:
         """Let the model have what was last agreed on. Collective.
@@ -222,9 +255,13 @@ class LocalSteps:
 
         It is for after a `pack`, and after a load.
         """
+        kept = self._kept()
+        what_is_kept = [buffer.data.copy() for buffer in kept]  # which a sum that comes to its end would change
+        self._drop_sums()
+        for buffer, values in zip(kept, what_is_kept, strict=True):
+            buffer.data = values
         for number, fragment in enumerate(self._fragments):
             for piece in fragment:
-                _drop_sum(piece)
                 if piece.sum is not None and self._is_under_way(number):
                     piece.work = CompletedWork(piece.sum.data)
                 data: Array = piece.part.data
@@ -240,14 +277,26 @@ class LocalSteps:
         They must be the same on all ranks.
         """
         self._counts.data[:] = 0
+        self._drop_sums()
         for piece in self._pieces():
-            _drop_sum(piece)
             piece.agreed[...] = piece.part.data
             for key, array in self._rule.init(piece.agreed).items():
                 piece.state[key].data = array
+        if isinstance(self._hook, FeedbackHook):
+            self._hook.forget()
 
     def _pieces(self) -> Iterator[_Piece]:
         return (piece for fragment in self._fragments for piece in fragment)
+
+    def _kept(self) -> list[Buffer]:
+        """Return what the hook keeps, which is saved too."""
+        return self._hook.buffers() if isinstance(self._hook, FeedbackHook) else []
+
+    def _drop_sums(self) -> None:
+        for piece in self._pieces():
+            if piece.work is not None:
+                piece.work.wait()
+                piece.work = None
 
     def _steps_until(self, number: int) -> int:
         """Return in how many steps a fragment is agreed on next; 0: in the one that is just done."""
@@ -262,8 +311,11 @@ class LocalSteps:
 
     def _launch(self, fragment: Sequence[_Piece]) -> None:
         for piece in fragment:
-            moved = piece.agreed - piece.part.data
-            piece.work = self.comm.allreduce(moved)
+            own: Array = piece.part.data
+            if piece.departed is not None:
+                piece.departed.data = own
+            piece.moved[...] = piece.agreed - own
+            piece.work = self._hook(piece.moved, self.comm)
 
     def _arrive(self, number: int, fragment: Sequence[_Piece]) -> None:
         lr, step = self._rule.lr, self.num_agreements[number]
@@ -276,7 +328,10 @@ class LocalSteps:
             state = {key: buffer.data for key, buffer in piece.state.items()}
             self._rule.update(piece.agreed, gradient, state, lr=rate, step=step, decay=False)
             own: Array = piece.part.data
-            own[...] = piece.agreed + self._alpha * (own - piece.agreed) if self._alpha else piece.agreed
+            if piece.departed is not None:
+                own += piece.agreed - piece.departed.data
+            else:
+                own[...] = piece.agreed + self._alpha * (own - piece.agreed) if self._alpha else piece.agreed
             piece.part.note_change("local steps")
         self._counts.data[1 + number] += 1
 
@@ -284,17 +339,12 @@ class LocalSteps:
         first, agreed = part.params[0].name, part.data.copy()
         state = {key: Buffer(array, f"{first}.outer_{key}") for key, array in self._rule.init(agreed).items()}
         under_way = Buffer(agreed, f"{first}.sum_under_way") if self._delay else None
-        return _Piece(part, agreed, state, self._own(part.data, first), under_way)
+        departed = self._own(agreed, f"{first}.departed") if self._carries else None
+        return _Piece(part, agreed, state, self._own(part.data, first), agreed.copy(), under_way, departed)
 
     def _own(self, array: Array, name: str) -> Buffer:
         """Return where an array is saved from that each rank has another one of."""
         return Buffer(array, f"{name}.own_{self._whose}")
-
-
-def _drop_sum(piece: _Piece) -> None:
-    if piece.work is not None:
-        piece.work.wait()
-        piece.work = None
 
 
 def _cut(params: Sequence[Parameter], num_fragments: int) -> list[list[Parameter]]:

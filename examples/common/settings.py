@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distributed.data_parallel.compression.few_bits import LARGEST
 from distributed.run.flags import COUNT, COUNT_OR_NONE, POSITIVE, Bounds, Rule, flag, other_default
 from distributed.run.settings import ReplicaSettings, RunSettings
 from pipeline.schedules.schedule import SCHEDULES, Schedule
@@ -78,22 +79,45 @@ class GPTReplicaSettings(GPTSettings, ReplicaSettings):
 class LocalStepsSettings(GPTReplicaSettings):
     """Settings of replicas that agree from time to time."""
 
-    every: int = flag(20, "steps from one agreement on a weight to the next", bounds=COUNT, fixed=True)
+    every: int = flag(5, "steps from one agreement on a weight to the next", bounds=COUNT, fixed=True)
     fragments: int = flag(
         1, "parts of the model that are agreed on one after the other; --every is a multiple", bounds=COUNT, fixed=True
     )
-    delay: int = flag(
-        0, "steps that an agreement may be under way, while the next ones compute", bounds=COUNT_OR_NONE, fixed=True
+    delay: int | None = flag(
+        None,
+        "steps that an agreement may be under way, while the next ones compute (default: 2, or less where it is not "
+        "below --every / --fragments)",
+        bounds=COUNT_OR_NONE,
+        fixed=True,
     )
-    alpha: float = flag(
-        0.0,
-        "how much of its own weights a rank keeps where it agrees, lest the steps of --delay be in vain",
+    alpha: float | None = flag(
+        None,
+        "how much of its own weights a rank keeps where it agrees (default: what it has learned during --delay)",
         "SHARE",
         bounds=Bounds(at_least=0, at_most=1),
+        fixed=True,
+    )
+    compress: str = flag(
+        "int8",
+        "send what ranks have learned in so few bits, and what these lose the next time",
+        choices=("none", *LARGEST),
+        fixed=True,
     )
     outer_lr: float = flag(
-        0.7, "of the outer step, which takes what ranks have learned for a gradient", "RATE", bounds=POSITIVE
+        1.0, "of the outer step, which takes what ranks have learned for a gradient", "RATE", bounds=POSITIVE
     )
+    outer_momentum: float = flag(
+        0.0, "likewise, Nesterov's; DiLoCo's is 0.9", "SHARE", bounds=Bounds(at_least=0, below=1)
+    )
+
+    @property
+    def steps_apart(self) -> int:
+        """From one fragment's agreement to the next one's."""
+        return self.every // self.fragments
+
+    @property
+    def steps_of_delay(self) -> int:
+        return min(2, self.steps_apart - 1) if self.delay is None else self.delay
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
@@ -101,9 +125,8 @@ class LocalStepsSettings(GPTReplicaSettings):
         yield self.fragments <= self.layers, blocks
         multiple = f"--every must be a multiple of --fragments, got {self.every} and {self.fragments}"
         yield self.every % self.fragments == 0, multiple
-        apart = self.every // self.fragments
-        below = f"--delay must be below the {apart} steps from one fragment to the next, got {self.delay}"
-        yield self.delay < apart, below
+        below = f"--delay must be below the {self.steps_apart} steps from one fragment to the next, got {self.delay}"
+        yield self.steps_of_delay < self.steps_apart, below
 
 
 @dataclass(frozen=True)

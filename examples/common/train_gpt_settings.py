@@ -9,7 +9,7 @@ from typing import Any
 
 from common.init_from import sizes_of
 from common.settings import GPTSettings, HybridSettings
-from distributed.data_parallel.compression import LARGEST
+from distributed.data_parallel.compression.few_bits import LARGEST
 from distributed.recovery import Heal
 from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Bounds, Rule, flag, flag_of, other_default
 from distributed.run.settings import RunSettings

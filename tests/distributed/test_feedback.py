@@ -9,10 +9,10 @@ import pytest
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld
 from distributed.checkpoint.checkpointer import Checkpointer
-from distributed.data_parallel.compression import ErrorFeedback
-from distributed.data_parallel.feedback import WithState
-from distributed.data_parallel.low_rank import PowerSGD
-from distributed.data_parallel.top_k import TopK
+from distributed.data_parallel.compression.feedback import WithState
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
+from distributed.data_parallel.compression.low_rank import PowerSGD
+from distributed.data_parallel.compression.top_k import TopK
 from minigrad.models import MLP
 from minigrad.optim import SGD, Optimizer
 

@@ -8,7 +8,8 @@ import pytest
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld, SoloCommunicator
 from distributed.checkpoint.checkpointer import Checkpointer
-from distributed.data_parallel.feedback import WithState
+from distributed.data_parallel.compression.feedback import WithState
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
 from distributed.data_parallel.local_steps import LocalSteps, Nesterov
 from minigrad.models import MLP
 from minigrad.optim import SGD, AdamW, Optimizer
@@ -35,7 +36,7 @@ def walk(comm, num_steps, **how):
         ({}, [-1, -3, -11, -13, -15, -17, -19, -21, -35]),
         ({"alpha": 0.5}, [-1, -3, -8, -10, -12, -14, -16, -18, -24.5]),
         ({"alpha": 1.0}, [-1, -3, -5, -7, -9, -11, -13, -15, -17]),
-        ({"delay": 1}, [-1, -3, -7, -9, -11, -13, -15, -17, -27]),
+        ({"delay": 1, "alpha": 0.0}, [-1, -3, -7, -9, -11, -13, -15, -17, -27]),
     ],
     ids=str,
 )
@@ -140,9 +141,67 @@ def test_nesterov_is_pytorchs():
         assert data[0] == pytest.approx(w, rel=1e-15)
 
 
+def walk_apart(comm, num_steps, **how):
+    """Step a weight of 64 on each rank by updates of its own; return after each step its weights, and all updates."""
+    w = mg.Parameter(np.full(3, 64.0), "w")
+    local = LocalSteps([w], comm, SGD(1.0), **how)
+    seen, updates = [], []
+    for step in range(num_steps):
+        updates.append(np.array([1.0, 0.25, -2.0]) * (comm.rank + 1) * (1 + step % 3))
+        w.data[...] -= updates[-1]
+        w.note_change("the test")
+        local.step()
+        seen.append(w.data.copy())
+    return np.array(seen), np.array(updates)
+
+
+@pytest.mark.parametrize("how", [{"every": 4, "delay": 2}, {"every": 3, "delay": 1}, {"every": 2}], ids=str)
+@pytest.mark.ranks(2, 4)
+def test_the_mean_of_all_ranks_misses_no_update(ranks, how):
+    by_rank = ranks.run(functools.partial(walk_apart, num_steps=13, **how))
+    weights, updates = (np.mean(arrays, axis=0) for arrays in zip(*by_rank, strict=True))
+    np.testing.assert_array_equal(weights, 64 - updates.cumsum(axis=0))
+    every, delay = how["every"], how.get("delay", 0)
+    for agreed_on in range(every - 1, 13, every):  # then ranks differ by what they learned since it set out
+        apart = by_rank[1][0][agreed_on] - by_rank[0][0][agreed_on]
+        learned = [by_rank[rank][1][agreed_on - delay + 1 : agreed_on + 1].sum(axis=0) for rank in (0, 1)]
+        np.testing.assert_array_equal(apart, learned[0] - learned[1])
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_few_bits_leave_out_is_said_in_the_next_agreement(ranks):
+    def program(comm):
+        hook = ErrorFeedback("int8")
+        weights, updates = walk_apart(comm, 120, every=3, delay=1, comm_hook=hook)
+        return weights, updates, hook.sent_bytes
+
+    by_rank = ranks.run(program)
+    weights = np.mean([weights for weights, _, _ in by_rank], axis=0)
+    wanted = 64 - np.mean([updates for _, updates, _ in by_rank], axis=0).cumsum(axis=0)
+    largest = 3 * 2 * ranks.size * 2  # what a rank learns from one agreement to the next
+    assert 0 < abs(weights - wanted).max() < 2 * (ranks.size + 1) * largest / 254, (
+        "it does not add up over 40 agreements"
+    )
+    assert by_rank[0][2] > 0
+
+
+def test_sums_move_on_during_a_backward():
+    """Nothing called MPI between two agreements: what a delay was to hide began to travel where it was waited for."""
+    model = MLP([5, 6, 2], seed=0)
+    local = LocalSteps(model.parameters(), SoloCommunicator(), SGD(1.0), every=4, delay=2)
+    moved = []
+    local.comm.progress = lambda: moved.append(1)
+    x, y = batch_of(0, 0)
+    loss = mg.mse(model(x.astype(np.float32)), y.astype(np.float32))
+    mg.backward_with_hooks(loss, local.hooks())
+    assert len(moved) >= 4, "after each op"
+
+
 HOW = [
     {"every": 3},
     {"every": 3, "delay": 2},
+    {"every": 3, "delay": 2, "alpha": 0.0},
+    {"every": 3, "delay": 1, "comm_hook": "int8"},
     {"every": 4, "num_fragments": 2, "delay": 1},
     {"every": 4, "num_fragments": 2, "alpha": 0.5},
 ]
@@ -156,6 +215,8 @@ class Saved:
         self.model = MLP([5, 6, 2], seed=0, dtype=np.float64)
         self.optimizer = Optimizer(self.model.parameters(), AdamW(0.05))
         rule = Nesterov(0.7, momentum=0.9)
+        if "comm_hook" in how:
+            how = how | {"comm_hook": ErrorFeedback(how["comm_hook"])}
         self.local = LocalSteps(self.model.parameters(), comm, rule, inner=self.optimizer, **how)
         state = WithState(self.model, self.local)
         self.checkpoints = Checkpointer(folder, comm, state, self.optimizer, keep_last=20)
@@ -177,7 +238,7 @@ class Saved:
         arrays = {buffer.name: buffer.data.tobytes() for buffer in self.local.buffers()}
         arrays |= {p.name: p.data.tobytes() for p in self.model.parameters()}
         self.local.unpack()
-        return arrays, self.local.sent_bytes
+        return arrays, self.local.num_agreements
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)

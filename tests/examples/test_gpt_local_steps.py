@@ -61,7 +61,7 @@ def run_all(lines: list[str], folder: Path) -> None:
 def test_every_listed_value_runs_to_its_end(tmp_path: Path) -> None:
     write_text(tmp_path)
     listed = listed_values(LocalStepsSettings)
-    assert listed.keys() == {"dtype", "progress"}
+    assert listed.keys() == {"dtype", "progress", "compress"}
     values = [f"{flag_of(name)} {value}" for name, values in listed.items() for value in values]
     run_all([f"{SMALL} --every 2 --steps 2 --run run-{value.split()[1]} {value}" for value in values], tmp_path)
     for value in values:
@@ -70,7 +70,7 @@ def test_every_listed_value_runs_to_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @needs_mpirun
-@pytest.mark.parametrize("way", ["--every 4 --outer-lr 0.5", "--every 4 --delay 2 --alpha 0.5"])
+@pytest.mark.parametrize("way", ["--every 4", "--every 4 --delay 1 --alpha 0.5 --outer-momentum 0.5 --compress none"])
 def test_a_run_in_two_parts_is_the_whole_one_bit_by_bit(way: str, tmp_path: Path) -> None:
     write_text(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -86,7 +86,7 @@ def test_a_run_in_two_parts_is_the_whole_one_bit_by_bit(way: str, tmp_path: Path
 @needs_mpirun
 def test_a_signal_ends_it_between_two_agreements_and_it_goes_on_bit_by_bit(tmp_path: Path) -> None:
     write_text(tmp_path)
-    way = shlex.split(f"{SMALL} --every 6 --fragments 2 --delay 2 --steps 12")
+    way = shlex.split(f"{SMALL} --every 6 --fragments 2 --delay 2 --compress none --steps 12")
     whole = run_job(["-m", "mpi4py", str(SCRIPT), *way, "--run", "whole"], ranks=2, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     sent, plain = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:bytes|of gradients)", whole.stdout))

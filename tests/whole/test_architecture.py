@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 TENSORS = {"numpy", "minigrad"}
 RANKS = {"numpy", "distributed.comm", "distributed"}
-BUCKETS = {"distributed.data_parallel.buckets", "distributed.data_parallel.zero"}
+BUCKETS = {f"distributed.data_parallel.{room}" for room in ("buckets", "zero", "compression")}
 EVERYTHING = {"numpy", *PACKAGES, *(f"{package}.*" for package in PACKAGES)}
 KERNELS = {
     f"minigrad.kernels.{family}"
@@ -96,7 +96,7 @@ RULES = {
         "distributed.stop -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel": Rule(
-        RANKS | TENSORS | BUCKETS | {"minigrad.nn", "distributed.trace", "ml_dtypes"},
+        RANKS | TENSORS | BUCKETS | {"minigrad.nn", "distributed.trace"},
         "distributed.data_parallel.ddp -> minigrad.ops.linalg",
     ),
     "distributed.data_parallel.buckets": Rule(
@@ -106,6 +106,10 @@ RULES = {
     "distributed.data_parallel.zero": Rule(
         RANKS | TENSORS | {"distributed.data_parallel.buckets", "distributed.data_parallel.comm_hooks"},
         "distributed.data_parallel.zero.shards -> distributed.data_parallel.ddp",
+    ),
+    "distributed.data_parallel.compression": Rule(
+        RANKS | TENSORS | {"minigrad.nn", "distributed.data_parallel.buckets", "ml_dtypes"},
+        "distributed.data_parallel.compression.feedback -> distributed.data_parallel.local_steps",
     ),
     "distributed.checkpoint": Rule(
         RANKS | TENSORS | {"minigrad.nn", "safetensors", "msgspec"},

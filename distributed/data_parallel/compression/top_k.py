@@ -16,7 +16,7 @@ import numpy as np
 
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.sequence import MessageSteps, Turn
-from distributed.data_parallel.feedback import FeedbackHook, own_buffer
+from distributed.data_parallel.compression.feedback import FeedbackHook, own_buffer
 from minigrad.backend import xp_of
 from minigrad.flat import FlatRange
 from minigrad.nn import Buffer

@@ -8,7 +8,11 @@
 Each rank adds up its own slice in rank order. With b bytes a number a rank sends 2 (size - 1) / size b bytes a
 gradient, where an allreduce sends as many times its 4 or 8.
 
-Source: Tang et al. 2019 (arXiv 1905.05957), whose "double squeeze" has error feedback on both ways.
+Numbers go in blocks of at most 256 with a scale each, four bytes: gradients of a gain and of a matrix may lie in one
+slice, and with one scale the smaller ones would all be rounded to nothing.
+
+Source: Tang et al. 2019 (arXiv 1905.05957), whose "double squeeze" has error feedback on both ways; Dettmers et al.
+2022 (arXiv 2110.02861), section 2.1: blocks.
 """
 
 from __future__ import annotations
@@ -19,21 +23,21 @@ import numpy as np
 
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.sequence import MessageSteps, Turn
-from distributed.data_parallel.feedback import FeedbackHook, own_buffer
+from distributed.data_parallel.compression.feedback import FeedbackHook, own_buffer
 from minigrad.backend import xp_of
 from minigrad.extras import needs
 from minigrad.flat import FlatRange
 from minigrad.nn import Buffer
 
-# The largest value that is sent; a slice travels as multiples of its own largest one over this.
+# The largest value that is sent; a block travels as multiples of its own largest one over this.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float16": 1.0, "bfloat16": 1.0}
-_SCALE_BYTES = 4
+MOST_IN_BLOCK = 256  # numbers
 
 
 class ErrorFeedback(FeedbackHook):
     """A comm hook that sends gradients in a narrow dtype, and keeps the difference.
 
-    What is kept is added in the next step. Where a slice is not finite, all of it arrives as nan.
+    What is kept is added in the next step. Where a number is not finite, all of its block arrives as nan.
 
     Args:
         dtype: one of `LARGEST`; all but int8 and float16 need `ml_dtypes`.
@@ -50,8 +54,8 @@ class ErrorFeedback(FeedbackHook):
         self._largest = LARGEST[dtype]
 
     def _new_memory(self, part: FlatRange, rank: int, size: int) -> list[Buffer]:
-        length = -(-(part.stop - part.start) // size)
-        shapes: dict[str, tuple[int, ...]] = {"sent": (size, length), "reduced": (length,)}
+        num_blocks, block = _blocks(-(-(part.stop - part.start) // size))
+        shapes = {"sent": (size, num_blocks, block), "reduced": (1, num_blocks, block)}
         return [own_buffer(part, what, shape, rank, size) for what, shape in shapes.items()]
 
     def _steps(self, grad: Array, part: FlatRange, kept: list[Buffer], comm: Communicator, turn: Turn) -> MessageSteps:
@@ -60,14 +64,14 @@ class ErrorFeedback(FeedbackHook):
         rows.reshape(-1)[: grad.size] += grad
         packed = self.narrowed(rows, sent)
         self._count(packed, comm.size)
-        parts = self.widened((yield comm.all_to_all(packed)), grad.dtype)
+        parts = self.widened((yield comm.all_to_all(packed)), rows)
         total = reduced.data.copy()
         for row in parts:
             total += row
-        packed = self.narrowed(total[None], reduced)[0]
+        packed = self.narrowed(total, reduced)[0]
         yield turn
         turn.take()
-        rows = self.widened((yield self._later.allgather(packed)), grad.dtype)
+        rows = self.widened((yield self._later.allgather(packed)), rows)
         grad[...] = rows.reshape(-1)[: grad.size]
         return grad
 
@@ -75,31 +79,50 @@ class ErrorFeedback(FeedbackHook):
         """Return what travels of each row, (number of rows, bytes), and keep the rest.
 
         Args:
-            rows: (number of rows, n), each scaled by itself.
+            rows: (number of rows, number of blocks, n), each block scaled by itself.
             kept: as many numbers; overwritten with what does not travel.
         """
         xp = xp_of(rows)
-        scales = (abs(rows).max(axis=1, initial=0) / self._largest).astype(np.float32)
-        broken = ~xp.isfinite(scales)
-        steps = xp.where(broken | (scales == 0), 1, scales).astype(rows.dtype)[:, None]
-        scaled = xp.where(broken[:, None], 0, rows / steps)
-        limited = xp.clip(scaled, -self._largest, self._largest)
-        codes = (xp.rint(limited) if self._dtype.kind == "i" else limited).astype(self._dtype)
-        kept.data = xp.where(broken[:, None], 0, rows - codes.astype(rows.dtype) * steps).reshape(kept.shape)
-        scales = xp.where(broken, np.nan, steps[:, 0]).astype(np.float32)
-        return xp.concatenate([codes.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
+        scales = xp.maximum(rows.max(axis=2), -rows.min(axis=2))
+        scales = (scales / self._largest).astype(np.float32)
+        is_broken = ~xp.isfinite(scales)
+        steps = xp.where(is_broken | (scales == 0), np.float32(1), scales)
+        if is_broken.any():
+            rows = xp.where(is_broken[:, :, None], 0, rows)
+        wide_steps = steps.astype(rows.dtype)[:, :, None]
+        scaled = rows / wide_steps
+        codes = (xp.rint(scaled, out=scaled) if self._dtype.kind == "i" else scaled).astype(self._dtype)
+        said = codes.astype(rows.dtype)
+        said *= wide_steps
+        kept.data = xp.subtract(rows, said, out=said)
+        steps[is_broken] = np.nan
+        num_rows = len(rows)
+        return xp.concatenate([codes.reshape(num_rows, -1).view(np.uint8), steps.view(np.uint8)], axis=1)
 
-    def widened(self, packed: Array, dtype: Any) -> Array:
+    def widened(self, packed: Array, like: Array) -> Array:
         """Return the rows that `narrowed` packed.
 
         Args:
             packed: (number of rows, bytes).
-            dtype: of the result.
+            like: (any number of rows, number of blocks, n), of the dtype of the result.
         """
         xp = xp_of(packed)
-        codes = xp.ascontiguousarray(packed[:, :-_SCALE_BYTES]).view(self._dtype)
-        scales = xp.ascontiguousarray(packed[:, -_SCALE_BYTES:]).view(np.float32)
-        return codes.astype(dtype) * scales.astype(dtype)
+        _, num_blocks, block = like.shape
+        num_code_bytes = num_blocks * block * self._dtype.itemsize
+        codes = xp.ascontiguousarray(packed[:, :num_code_bytes]).view(self._dtype)
+        scales = xp.ascontiguousarray(packed[:, num_code_bytes:]).view(np.float32)
+        rows = codes.reshape(len(packed), num_blocks, block).astype(like.dtype)
+        rows *= scales.astype(like.dtype)[:, :, None]
+        return rows
+
+
+def _blocks(length: int) -> tuple[int, int]:
+    """Return into how many blocks so many numbers are cut, and how many each has.
+
+    They are as few and as even as can be.
+    """
+    num_blocks = -(-length // MOST_IN_BLOCK)
+    return num_blocks, -(-length // num_blocks)
 
 
 def _narrow_dtype(name: str) -> Any:

@@ -4,7 +4,7 @@
                                     what is not: kept
 
 Whatever is sent over some steps differs from the gradients of these steps by what is kept at the end alone, so nothing
-is lost for good. How little is sent is each hook's own: few bits (`compression.py`), few columns (`low_rank.py`), few
+is lost for good. How little is sent is each hook's own: few bits (`few_bits.py`), few columns (`low_rank.py`), few
 numbers (`top_k.py`). What is kept belongs in a checkpoint: `WithState` says how it gets there.
 
 Source: Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
@@ -52,11 +52,19 @@ class FeedbackHook(ABC):
 
     def attach(self, manager: GradientBucketManager) -> None:
         """Make what is kept of each bucket: once, before the first backward. Collective."""
-        self._later = manager.comm.duplicate()
-        self._rank, self._size = manager.comm.rank, manager.comm.size
-        for bucket in manager.buckets if self._size > 1 else ():
-            part = bucket.range
-            self._held[_place(part.grad)] = part, self._new_memory(part, self._rank, self._size)
+        self.attach_to([(bucket.range.grad, bucket.range) for bucket in manager.buckets], manager.comm)
+
+    def attach_to(self, messages: Iterable[tuple[Array, FlatRange]], comm: Communicator) -> None:
+        """Make what is kept of each message, as `attach` does of buckets. Collective.
+
+        Args:
+            messages: the memory that will be sent each time, and what it is of.
+            comm: that it will be sent over.
+        """
+        self._later = comm.duplicate()
+        self._rank, self._size = comm.rank, comm.size
+        for array, part in messages if self._size > 1 else ():
+            self._held[_place(array)] = part, self._new_memory(part, self._rank, self._size)
 
     def buffers(self) -> list[Buffer]:
         """Return what this rank keeps.
@@ -104,16 +112,16 @@ class FeedbackHook(ABC):
 
 
 def own_buffer(part: FlatRange, what: str, shape: tuple[int, ...], rank: int, size: int) -> Buffer:
-    """Return zeros that this rank alone keeps of a bucket.
+    """Return zeros that this rank alone keeps of a message.
 
     Args:
-        part: the bucket's parameters.
+        part: the message's parameters.
         what: it is, for its name.
         shape: of the zeros.
-        rank, size: of this rank among those that reduce the bucket; in the name too.
+        rank, size: of this rank among those that reduce the message; in the name too.
     """
-    grad = part.grad
-    return Buffer(xp_of(grad).zeros(shape, grad.dtype), f"{part.params[0].name}.kept_{what}_{rank}_of_{size}")
+    data = part.data
+    return Buffer(xp_of(data).zeros(shape, data.dtype), f"{part.params[0].name}.kept_{what}_{rank}_of_{size}")
 
 
 class HasMemory(Protocol):
