@@ -53,7 +53,7 @@ export OMPI_MCA_osc ?= ^ucx
 # not compare their calls.
 WORLDS ?= 2 3,--deterministic,--synchronous-sends 4,--unchecked-collectives
 
-.PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-generation bench-ddp bench-slow-link bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-generation bench-ddp bench-slow-link bench-muon bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -133,8 +133,11 @@ bench-generation: $(PEERS)  ## tokens a second that a GPT writes, beside PyTorch
 bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 5 minutes
 	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
-bench-slow-link: $(STAMP)  ## as root: ways to say less over 100 Mbit/s, with bytes, speed and loss; takes 20 minutes, MINUTES=3 a part of them
+bench-slow-link: $(STAMP)  ## as root: ways to say less over 100 Mbit/s, with bytes, speed and loss; takes 20 minutes, or MINUTES=3 and goes on
 	$(PY) benchmarks/slow_link.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK) $(if $(MINUTES),--minutes $(MINUTES))
+
+bench-muon: $(STAMP)  ## losses of Muon and AdamW on the text, each at its best learning rate; takes a minute
+	$(PY) benchmarks/muon.py
 
 bench-allreduce: $(STAMP)  ## averaging gradients on one host: MPI beside the shared-memory window
 	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(PY) benchmarks/allreduce.py $(QUICK)

@@ -3,11 +3,12 @@
     make bench-slow-link
     make bench-slow-link MINUTES=3      measure for so long, keep what was found, and say what is left for another call
 
-The hosts are made of this machine by `two_hosts`, as root. Every method trains the same GPT on the text that comes with
-Python, with the same samples and the same learning rate: see `slow_link_job.py`. Speeds are of both ranks together, of
-methods that take turns in the same processes, over whole periods of local steps, as a share of the same round's step
-that sends nothing. Bytes are what a rank sends of gradients or weights. The loss is that on text held back after 600
-steps, of the weights that all ranks agree on; it does not hang on the link, and is measured without.
+The hosts are made of this machine by `two_hosts`, as root. Every method trains the same GPT on the text that comes
+with Python, with the same samples and the same learning rate: see `slow_link_job.py`. Speeds are of both ranks
+together, of methods that take turns in the same processes, over whole periods of local steps, each between two turns
+of steps that send nothing, of whose speed it is a share. Bytes are what a rank sends of gradients or weights. The
+loss is that on text held back after 600 steps, of the weights that all ranks agree on; it does not hang on the link,
+and is measured without.
 
 The bound is what the wire alone allows, if all that computes took no longer: see `bound`.
 
@@ -20,15 +21,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import platform
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp import TWO_HOSTS, header, run_job
+from ddp import TWO_HOSTS, run_job
 from results_file import FOLDER, keep
 from slow_link_job import BATCH_OF_A_RANK, CONFIG, METHODS, Method
 
@@ -78,21 +82,21 @@ def bound(method: Method, bytes_a_step: float, step_seconds: float) -> float:
 
 
 def table(
-    rounds: Sequence[Mapping[str, float]], sent: Mapping[str, float], losses: Mapping[str, float]
+    rounds: Sequence[Mapping[str, Sequence[float]]], sent: Mapping[str, float], losses: Mapping[str, float]
 ) -> Iterator[str]:
     """Set methods beside each other; say which of them reach both targets.
 
     Args:
-        rounds: tokens a second of each method, round by round.
+        rounds: of each method, its tokens a second and those alone around it, round by round.
     """
     titles = f"{'tokens/s':>10}{'of alone':>10}{'bound':>8}{'bytes a step':>14}{'loss':>8}{'over plain':>12}"
     yield f"{'what travels':<38}{titles}"
     reached = []
-    alone = median(turn["alone"] for turn in rounds)
+    alone = median(turn["alone"][0] for turn in rounds)
     step_seconds = 2 * BATCH_OF_A_RANK * CONFIG.context / alone
     for method, num_bytes in sent.items():
-        speed = median(turn[method] for turn in rounds)
-        share = median(turn[method] / turn["alone"] for turn in rounds)
+        speed = median(turn[method][0] for turn in rounds)
+        share = median(turn[method][0] / turn[method][1] for turn in rounds)
         most = bound(METHODS[method], num_bytes, step_seconds)
         line = f"{MEANINGS[method]:<38}{speed:>10,.0f}{share:>10.0%}{most:>8.0%}{num_bytes:>14,.0f}"
         if method in losses:
@@ -143,13 +147,21 @@ def report(launcher: Sequence[str], num_rounds: int, seconds: float) -> Iterator
         yield f"two hosts: not measured: {trial.stderr.strip() or 'needs Open MPI'}"
         return
     found = measure(launcher, num_rounds, seconds)
-    yield from header()
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("numpy", "mpi4py"))
+    yield f"{processor()}; {libraries}; float32, one thread a rank; load {os.getloadavg()[0]:.1f} at the end"
     yield f"two hosts, {RATE}; medians of {len(found['rounds'])} rounds of 30 steps; losses after {NUM_STEPS} steps"
     yield from table(found["rounds"], found["bytes"], found["losses"])
     if next_piece(found, num_rounds) is not None:
         yield f"unfinished: the same command goes on with {UNFINISHED}"
     else:
         shutil.rmtree(UNFINISHED)
+
+
+def processor() -> str:
+    """Return the name of this machine's processor, where it is known."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ CONFIG = GPTConfig(**(SIZES["nano-cpu"] | {"vocab_size": 256}))  # bytes
 BATCH_OF_A_RANK = BATCH["nano-cpu"]
 LEARNING_RATE, FLOOR, MAX_NORM = 3e-3, 0.1, 1.0
 STEPS_A_ROUND = 30  # of each method; a multiple of every `every`, so that a round has all that travels
+STEPS_BETWEEN = 10  # that send nothing, between two methods
 STEPS_A_LOOK = 10  # from one look at the clock to the next
 
 Tokens = np.ndarray
@@ -216,21 +217,32 @@ def loss(comm: Communicator, name: str, num_steps: int, folder: Path, seconds: f
 
 
 def speeds(comm: Communicator, names: Sequence[str]) -> dict[str, Any]:
-    """Let the methods take a turn each; return the tokens a second of all ranks, and the bytes that each sends a step.
+    """Let the methods take a turn each; return tokens a second of all ranks, and the bytes that each sends a step.
 
-    A turn begins and ends where local steps have nothing under way.
+    A turn begins and ends where local steps have nothing under way. With each method's speed comes that of steps that
+    send nothing, just before it and just after: the machine is not always as fast.
     """
     trainings = {name: Training(METHODS[name], comm, num_steps=600) for name in names}
-    found: dict[str, float] = {}
     for training in trainings.values():  # kernels are compiled, and what is kept is made
         training.run(training.warm_up_steps)
+    alone = Training(METHODS["alone"], comm, num_steps=600)
+    found: dict[str, tuple[float, float]] = {}
+    before = _speed(comm, alone, STEPS_BETWEEN)
     for name, training in trainings.items():
-        comm.barrier()
-        start = time.perf_counter()
-        training.run(STEPS_A_ROUND)
-        comm.barrier()
-        found[name] = comm.size * BATCH_OF_A_RANK * CONFIG.context * STEPS_A_ROUND / (time.perf_counter() - start)
+        speed = _speed(comm, training, STEPS_A_ROUND)
+        after = _speed(comm, alone, STEPS_BETWEEN)
+        found[name] = speed, (before + after) / 2
+        before = after
     return {"speeds": found, "bytes": {name: training.bytes_a_step for name, training in trainings.items()}}
+
+
+def _speed(comm: Communicator, training: Training, num_steps: int) -> float:
+    """Return the tokens a second of all ranks in some steps."""
+    comm.barrier()
+    start = time.perf_counter()
+    training.run(num_steps)
+    comm.barrier()
+    return comm.size * BATCH_OF_A_RANK * CONFIG.context * num_steps / (time.perf_counter() - start)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def main() -> None:
         Nesterov(settings.outer_lr, settings.outer_momentum),
         every=settings.every,
         num_fragments=settings.fragments,
-        delay=settings.steps_of_delay,
+        delay=settings.delay,
         alpha=settings.alpha,
         comm_hook=allreduce if settings.compress == "none" else ErrorFeedback(settings.compress),
         inner=optimizer,

@@ -118,7 +118,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 hooks = ddp.hooks(num_samples=len(x))
                 with (
-                    run.recorded(pipe, attempt.step),
+                    run.recorded(pipe, attempt.step, training.ddp),
                     rng.scope(seed=settings.seed, step=attempt.step, first_sample=ddp.first_sample),
                 ):
                     loss = pipe.step(x, y, hooks=hooks)

@@ -161,7 +161,8 @@ def best_bucket_bytes(link: Link, num_bytes: int, backward_seconds: float) -> in
     def cost(size: int) -> tuple[float, int]:
         return added_seconds(size, link, num_bytes, backward_seconds), -size
 
-    num_buckets, sizes = 1, []
+    num_buckets = 1
+    sizes: list[int] = []
     while not sizes or sizes[-1] > SMALLEST_BYTES:
         sizes.append(max(SMALLEST_BYTES, math.ceil(num_bytes / num_buckets)))
         num_buckets = max(num_buckets + 1, round(1.1 * num_buckets))

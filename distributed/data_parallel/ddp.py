@@ -11,6 +11,7 @@ import numpy as np
 from distributed.agreement import same_on_all
 from distributed.clipping import ModelPart, WholeModel, clip_by_global_norm, global_norm
 from distributed.comm.communicator import Array, Communicator
+from distributed.data_parallel.buckets.bucket import Bucket
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.join import until_all_are_through
 from distributed.data_parallel.reduction import Reduction
@@ -83,6 +84,7 @@ class DistributedDataParallel:
             buckets on their way, waits, optimizer.
         first_sample: index of this rank's first sample in the batch of all ranks, as of the last `hooks`.
         share: this rank's weight over that of all ranks, likewise.
+        launched_buckets: as the last backward with the hooks launched them.
         is_awaited: other ranks count on a backward of this one, which took the hooks for it and has not called `wait`.
 
     Raises:
@@ -140,6 +142,7 @@ class DistributedDataParallel:
         self._buffers = buffers
         self._num_backwards = 0
         self.is_awaited = False
+        self.launched_buckets: Sequence[Bucket] = ()
         broadcast_params(self.params, self.comm)
         sync_buffers(self._own_buffers(), self.comm, None)
 
@@ -205,9 +208,15 @@ class DistributedDataParallel:
         def on_start(reached: Sequence[Parameter]) -> None:
             if self._is_whole_step:
                 self.recorder.enter("compute", "backward")
+            self.launched_buckets = self.buckets.order.buckets
             self.buckets.start(reached, factor, is_even=is_even)
 
-        hooks = Hooks(on_start, self.buckets.mark_ready, self.comm.progress, on_error=self.buckets.fail, **weighted)
+        def on_grad_ready(param: Parameter) -> None:
+            self.recorder.note_ready(param.name)
+            self.buckets.mark_ready(param)
+
+        mark_ready = on_grad_ready if self.recorder.is_on else self.buckets.mark_ready
+        hooks = Hooks(on_start, mark_ready, self.comm.progress, on_error=self.buckets.fail, **weighted)
         return hooks + self.recorder.hooks() if self._is_whole_step else hooks
 
     def join(self, batches: Iterable[T]) -> Iterator[T | None]:

@@ -14,7 +14,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest
 from distributed.comm.outcome import RUN, job_folder, read_run
@@ -202,6 +202,7 @@ def parser(kind: type[RunSettings], description: str | None) -> argparse.Argumen
             title = (cls.__doc__ or "").partition("\n")[0].rstrip(".").removeprefix("Settings of ")
             title = title[:1].upper() + title[1:]
             groups |= dict.fromkeys(added, parser.add_argument_group(title))
+    hints = get_type_hints(kind)
     for f in fields(kind):
         group, text = groups[f.name], f.metadata["help"]
         if isinstance(f.default, bool):
@@ -210,10 +211,16 @@ def parser(kind: type[RunSettings], description: str | None) -> argparse.Argumen
         else:
             text += "" if f.default is None else f" (default: {f.default})"
             values = [f.default, *f.metadata["words"].values()]
-            convert = next((type(value) for value in values if value is not None), str)
+            convert = next((type(value) for value in values if value is not None), _kind_of(hints[f.name]))
             read = _reader(f.name, convert, f.metadata["words"])
             group.add_argument(flag_of(f.name), type=read, metavar=f.metadata["metavar"] or "N", help=text)
     return parser
+
+
+def _kind_of(hint: Any) -> type:
+    """Return what a field holds that may be None."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    return cast(type, kinds[0] if kinds else hint)
 
 
 def _reader(field_name: str, kind: type, words: Mapping[str, Any]) -> Callable[[str], Any]:

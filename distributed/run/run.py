@@ -17,6 +17,8 @@ from distributed import Communicator, SoloCommunicator, describe, launched_by_mp
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from distributed.comm.failure import Heal
 from distributed.comm.outcome import note_run
+from distributed.data_parallel.ddp import DistributedDataParallel
+from distributed.data_parallel.overlap import overlap_report
 from distributed.protocols import HasState, HasTensors
 from distributed.recovery.attempts import RESTORED, Recovery
 from distributed.recovery.state import Training
@@ -86,6 +88,7 @@ class Run:
         self._loss_unit = loss_unit
         self.line = StepLine(samples, settings.batch * size)
         self._events: list[Event] = []  # of the step that was recorded
+        self._overlap: list[str] = []  # what it says of the gradients' way, on rank 0
         self._start_line = ""
         self._record: Record  # on rank 0 alone
         self.folder = Path()
@@ -304,13 +307,15 @@ class Run:
             yield
 
     @contextmanager
-    def recorded(self, whose: HasRecorder, step: int) -> Iterator[None]:
+    def recorded(self, whose: HasRecorder, step: int, ddp: DistributedDataParallel | None = None) -> Iterator[None]:
         """Note what runs when in the last step.
 
-        `end` draws it as `timeline.*`, a pipeline beside what it should do.
+        `end` draws it as `timeline.*`, a pipeline beside what it should do, and says which buckets of gradients were
+        late, and why: see `overlap_report`.
 
         Args:
             whose: the pipeline, or the DistributedDataParallel of a model that is in none.
+            ddp: of the pipeline, where it has replicas.
         """
         if step < self.settings.steps - 1:
             yield
@@ -318,6 +323,8 @@ class Run:
         with whose.recorder:
             yield
         self._events = whose.recorder.gather(self.comm)
+        replicas = whose if isinstance(whose, DistributedDataParallel) else ddp
+        self._overlap = overlap_report(replicas) if replicas is not None and replicas.comm.size > 1 else []
 
     def end(self, **figures: float) -> None:
         """Sum the run up on the screen and in `summary.json`, unless it was stopped."""
@@ -327,7 +334,8 @@ class Run:
         self._draw()
         self._close()
         if words:
-            self.say(f"{words}\nplots, metrics and checkpoints are in {self.folder}")
+            self.say("\n".join([words, *self._overlap]))
+            self.say(f"plots, metrics and checkpoints are in {self.folder}")
 
     def _layout(self) -> dict[str, int]:
         """Return what a picture says of the processes that go on with a run."""

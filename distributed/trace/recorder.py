@@ -58,6 +58,16 @@ class Recorder:
         self._is_on = False
         self._state: tuple[str, str, Any] | None = None  # name, category, since which moment
         self._under_way: list[_WatchedWork] = []
+        self._ready: dict[str, Any] = {}  # by name of a parameter
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    @property
+    def ready(self) -> dict[str, float]:
+        """When each gradient was final in the last backward, by the parameter's name. Waits for a GPU."""
+        return {name: self._clock.seconds(moment) for name, moment in self._ready.items()}
 
     @property
     def notes(self) -> list[Note]:
@@ -70,6 +80,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._notes = []
+        self._ready = {}
         self._is_on = True
         self._clock.start()
         if self._first is not None:
@@ -94,6 +105,11 @@ class Recorder:
             name, category, start = self._state
             self._notes.append(Note(name, start, self._clock.now(), category))
             self._state = None
+
+    def note_ready(self, name: str) -> None:
+        """Note that a parameter's gradient is final now."""
+        if self._is_on:
+            self._ready[name] = self._clock.now()
 
     @contextmanager
     def span(self, category: str, *what: object) -> Iterator[None]:

@@ -83,12 +83,8 @@ class LocalStepsSettings(GPTReplicaSettings):
     fragments: int = flag(
         1, "parts of the model that are agreed on one after the other; --every is a multiple", bounds=COUNT, fixed=True
     )
-    delay: int | None = flag(
-        None,
-        "steps that an agreement may be under way, while the next ones compute (default: 2, or less where it is not "
-        "below --every / --fragments)",
-        bounds=COUNT_OR_NONE,
-        fixed=True,
+    delay: int = flag(
+        2, "steps that an agreement may be under way, while the next ones compute", bounds=COUNT_OR_NONE, fixed=True
     )
     alpha: float | None = flag(
         None,
@@ -110,23 +106,15 @@ class LocalStepsSettings(GPTReplicaSettings):
         0.0, "likewise, Nesterov's; DiLoCo's is 0.9", "SHARE", bounds=Bounds(at_least=0, below=1)
     )
 
-    @property
-    def steps_apart(self) -> int:
-        """From one fragment's agreement to the next one's."""
-        return self.every // self.fragments
-
-    @property
-    def steps_of_delay(self) -> int:
-        return min(2, self.steps_apart - 1) if self.delay is None else self.delay
-
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
         blocks = f"--fragments must be at most the blocks of the model, got {self.fragments} for --layers {self.layers}"
         yield self.fragments <= self.layers, blocks
         multiple = f"--every must be a multiple of --fragments, got {self.every} and {self.fragments}"
         yield self.every % self.fragments == 0, multiple
-        below = f"--delay must be below the {self.steps_apart} steps from one fragment to the next, got {self.delay}"
-        yield self.steps_of_delay < self.steps_apart, below
+        apart = self.every // self.fragments
+        below = f"--delay must be below the {apart} steps from one fragment to the next, got {self.delay}"
+        yield self.delay < apart, below
 
 
 @dataclass(frozen=True)

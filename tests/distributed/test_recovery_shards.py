@@ -12,9 +12,9 @@ from toy_recovery import PHASES, builder, train
 from distributed import LocalWorld
 from distributed.comm.failure import Heal
 from distributed.comm.local import Killed
-from distributed.data_parallel.compression import ErrorFeedback
-from distributed.data_parallel.low_rank import PowerSGD
-from distributed.data_parallel.top_k import TopK
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
+from distributed.data_parallel.compression.low_rank import PowerSGD
+from distributed.data_parallel.compression.top_k import TopK
 from distributed.recovery import recovering
 from minigrad import rng
 

@@ -63,7 +63,9 @@ def test_every_listed_value_runs_to_its_end(tmp_path: Path) -> None:
     listed = listed_values(LocalStepsSettings)
     assert listed.keys() == {"dtype", "progress", "compress"}
     values = [f"{flag_of(name)} {value}" for name, values in listed.items() for value in values]
-    run_all([f"{SMALL} --every 2 --steps 2 --run run-{value.split()[1]} {value}" for value in values], tmp_path)
+    run_all(
+        [f"{SMALL} --every 2 --delay 1 --steps 2 --run run-{value.split()[1]} {value}" for value in values], tmp_path
+    )
     for value in values:
         assert (tmp_path / f"run-{value.split()[1]}" / "summary.json").exists()
 

@@ -11,7 +11,7 @@ from distributed import Communicator, DistributedDataParallel, Mesh
 from distributed.comm.local import Killed
 from distributed.data import TokenBatches
 from distributed.data_parallel.comm_hooks import allreduce
-from distributed.data_parallel.feedback import FeedbackHook, WithState
+from distributed.data_parallel.compression.feedback import FeedbackHook, WithState
 from distributed.recovery import recovering
 from minigrad import Hooks, cross_entropy, rng
 from minigrad.models import gpt
