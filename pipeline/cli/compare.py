@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
             if work.measured is not None:
                 work.measured.stages_of(schedule.num_stages(arguments.ranks))  # for its error
         except ValueError as rule:  # one that does not allow these sizes says so in its row
-            refused.append(f"{name:16}  {rule}")
+            refused.append(f"{name:16}  {str(rule).partition(chr(10))[0]}")
             rows.append(refused[-1])
             continue
         num_stages = schedule.num_stages(arguments.ranks)

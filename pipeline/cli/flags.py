@@ -9,19 +9,25 @@ import argparse
 import importlib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from errno import EISDIR
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pipeline.schedules.action import Action
 from pipeline.schedules.csv_file import dump, from_text, load
-from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.schedule import Order, Schedule
 from pipeline.schedules.torch_csv import parse_torch
+from pipeline.schedules.validate import validate
 
 Numbers = list[float] | float
 MOST_LETTERS = 60
+FILES = ("csv", "svg", "png", "perfetto")  # flags for what a command writes
 MOST_ACTIONS = 1_000_000  # that a command looks at, so that a slip of the finger does not fill the memory
 
 
@@ -163,18 +169,28 @@ def find_schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
     if ":" in name:
         found = imported(name, "the schedule")
         if isinstance(found, Schedule):
-            return found
+            return replace(found, order=_checked(name, found.order))
         if callable(found):  # an order: one stage a rank
-
-            def order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-                try:
-                    return list(found(rank, num_ranks, num_microbatches))
-                except Exception as error:  # whatever the function does
-                    raise ValueError(f"{name} gives no order: {one_line(error)}") from error
-
-            return Schedule(name, order)
+            return Schedule(name, _checked(name, found))
         raise ValueError(f"{name} must be a Schedule or an order, a function, got {type(found).__name__}")
     raise ValueError(f"schedule must be one of {', '.join(schedules)}, or a .csv file, or MODULE:NAME, got {name!r}")
+
+
+def _checked(name: str, found: Callable[..., Any]) -> Order:
+    """Return somebody's order as one that gives actions, or a ValueError."""
+
+    def order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+        try:
+            actions = list(islice(found(rank, num_ranks, num_microbatches), MOST_ACTIONS + 1))
+        except (Exception, SystemExit) as error:  # whatever the function does
+            raise ValueError(f"{name} gives no order: {one_line(error)}") from error
+        check_size(len(actions))
+        for action in actions:
+            if not isinstance(action, Action):
+                raise ValueError(f"{name} must give actions, as pipeline.F(0, 1), got {shortened(repr(action))}")
+        return actions
+
+    return order
 
 
 def imported(name: str, what: str, allowed: str = "MODULE:NAME") -> Any:
@@ -204,27 +220,55 @@ def load_torch(path: str) -> list[list[Action]]:
     Raises:
         ValueError: it cannot be read, or is not a training step.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    orders = parse_torch(text)
+    orders = parse_torch(read_text(path))
     from_text(dump(orders), Path(path).name)  # for its errors
     return orders
 
 
+def read_text(path: Path | str, what: str = "") -> str:
+    """Read a file.
+
+    Args:
+        what: of which flag it is the value, for the error.
+    Raises:
+        ValueError: it cannot be read, or is no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{what}{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}{path} cannot be read: it is no text in UTF-8") from error
+
+
+def in_flags(rule: ValueError) -> ValueError:
+    """Return what a schedule says of its sizes in the words of the command line."""
+    return ValueError(
+        str(rule).replace("num_microbatches", "--microbatches").replace("num_ranks", "the number of ranks")
+    )
+
+
 def orders_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the order of every rank.
+    """Return the order of every rank, which is valid.
 
     Raises:
         ValueError: the schedule does not allow these sizes, in the words of the command line.
+        ScheduleError: it breaks a rule, as somebody's own may.
     """
-    check_size(2 * schedule.num_stages(num_ranks) * num_microbatches)
+    num_stages = schedule.num_stages(num_ranks)
+    check_size(2 * num_stages * num_microbatches)
     try:
-        return schedule.orders(num_ranks, num_microbatches)
+        orders = schedule.orders(num_ranks, num_microbatches)
     except ValueError as rule:
-        words = str(rule).replace("num_microbatches", "--microbatches").replace("num_ranks", "the number of ranks")
-        raise ValueError(words) from rule
+        raise in_flags(rule) from rule
+    validate(
+        orders,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        rank_of=schedule.rank_of,
+        trains=schedule.trains,
+    )
+    return orders
 
 
 def as_json(value: Any) -> str:
@@ -245,13 +289,43 @@ def cells(orders: Sequence[Sequence[Action]]) -> list[list[str]]:
     return [[str(action) for action in order] for order in orders]
 
 
+def check_files(arguments: argparse.Namespace) -> None:
+    """Check, before any work, that there can be the files that flags ask for.
+
+    Raises:
+        ValueError: one is a folder, or its folder is not there.
+    """
+    for option in FILES:
+        path: Path | None = getattr(arguments, option, None)
+        if path is None:
+            continue
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+            os.stat(f"{path.parent}/")  # which must be a folder
+        except OSError as error:
+            raise _cannot_be_written(f"--{option}", path, error) from error
+
+
 def write_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Write the file that a flag names.
+    """Write the file that a flag names, whole or not at all.
 
     Raises:
         ValueError: it cannot be written.
     """
+    beside = path.with_name(f".{os.getpid()}.part")
     try:
-        write(path)
+        if path.exists() and not path.is_file():  # a device, as /dev/stdout is
+            write(path)
+            return
+        try:
+            write(beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be written: {error.strerror or error}") from error
+        raise _cannot_be_written(flag, path, error) from error
+
+
+def _cannot_be_written(flag: str, path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{flag} {path} cannot be written: {error.strerror or error}")

@@ -111,8 +111,4 @@ def measured_of(arguments: argparse.Namespace, num_microbatches: int) -> Measure
     path = Path(arguments.measured)
     if path.suffix != ".json":
         return measure(find_case(arguments.measured), num_microbatches)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--measured {path} cannot be read: {error}") from error
-    return from_json(text, str(path))
+    return from_json(flags.read_text(path, "--measured "), str(path))

@@ -31,16 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Mend a file, prove the result, and draw what was moved."""
     name = arguments.file.name
+    text = flags.read_text(arguments.file)
     try:
-        text = arguments.file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{arguments.file} cannot be read: {error}") from error
-    orders = parse(text)
-    flags.check_size(sum(map(len, orders)))
+        orders = parse(text)
+        flags.check_size(sum(map(len, orders)))
+    except ScheduleError:
+        from_text(text, name)  # whose error names the file
+        raise
     num_stages = 1 + max((single.stage for order in orders for action in order for single in action.singles), default=0)
     try:
         mended, moved = repair(orders, num_stages=num_stages)
-    except ScheduleError:
+    except ValueError:
         from_text(text, name)  # where actions are missing, twice or elsewhere, its error says more
         raise
     schedule = from_text(dump(mended), name)  # which validates it

@@ -11,7 +11,6 @@ from pipeline.schedules.action import Action
 from pipeline.schedules.schedule import FORWARD_ONLY, SCHEDULES, Schedule
 from pipeline.schedules.simulate import simulate
 from pipeline.schedules.timeline import Timeline
-from pipeline.schedules.validate import validate
 
 NAMES = {**SCHEDULES, FORWARD_ONLY.name: FORWARD_ONLY}
 RANKS, MICROBATCHES = 4, 8
@@ -110,13 +109,6 @@ def checked(arguments: argparse.Namespace) -> Checked:
         num_microbatches = arguments.microbatches
     num_stages = schedule.num_stages(num_ranks)
     orders = flags.orders_of(schedule, num_ranks, num_microbatches)
-    validate(
-        orders,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        rank_of=schedule.rank_of,
-        trains=schedule.trains,
-    )
     return Checked(schedule, orders, num_stages, num_microbatches)
 
 
@@ -127,6 +119,8 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
     for option in TIMES:
         flags.check_length(f"--{option}", getattr(arguments, option.replace("-", "_")), num_stages, "stages")
     flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, BOUNDARIES)
+    if arguments.skip_bytes and not arguments.skips:
+        raise ValueError("--skip-bytes needs --skips")
     flags.check_length("--skip-bytes", arguments.skip_bytes, len(arguments.skips), "skips")
     timeline = simulate(
         orders,

@@ -138,7 +138,9 @@ def _problem(
         if measured is not None:
             needed = " ".join(map(flags.amount, static))
             raise ValueError(f"--memory must be more than the ranks hold beside their micro-batches, {needed}")
-        raise ValueError(f"--memory must be more than --static, got {min(room):g} less")
+        least = room.index(min(room))
+        got = f"{flags.amount(limit[least])} and {flags.amount(static[least])}"
+        raise ValueError(f"--memory must be more than --static, got {got}")
     problem = Problem.of(
         num_ranks=arguments.ranks,
         num_microbatches=arguments.microbatches,

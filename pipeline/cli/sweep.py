@@ -59,9 +59,10 @@ def run(arguments: argparse.Namespace) -> None:
         flags.check_size(2 * p * max(arguments.microbatches))
     links_and_memory = product(*(several[name] for name in ("latency", "bandwidth", "memory")))
     works = [Work(**{**values, "latency": x, "bandwidth": y, "memory": z}) for x, y, z in links_and_memory]
-    results = sweep(candidates.values(), arguments.ranks, arguments.microbatches, works)
-    if not results:
-        raise ValueError("no schedule allows any of these sizes")
+    try:
+        results = sweep(candidates.values(), arguments.ranks, arguments.microbatches, works)
+    except ValueError as rule:  # no schedule allows any of these sizes
+        raise flags.in_flags(rule) from rule
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
     if arguments.json:

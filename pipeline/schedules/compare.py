@@ -21,6 +21,7 @@ from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.search import PLACEMENTS, search_placements
 from pipeline.schedules.simulate import link_of_host, simulate
 from pipeline.schedules.timeline import Timeline
+from pipeline.schedules.validate import validate
 
 
 @dataclass(frozen=True)
@@ -207,17 +208,30 @@ def sweep(
     Args:
         ranks, microbatches: the numbers of each.
         works: they may differ in anything, as in links and memory.
+    Raises:
+        ValueError: no schedule allows any of these sizes: what the first one says.
     """
     sizes = list(product(ranks, microbatches, works))
     results = []
+    refusals = []
     for candidate in candidates:
-        for size in sizes:
+        for p, m, work in sizes:
             try:
-                schedule = at_size(candidate, *size)
-                schedule.orders(*size[:2])
-            except ValueError:  # not this one: interleaved 1F1B takes whole rounds only
+                schedule = at_size(candidate, p, m, work)
+                orders = schedule.orders(p, m)
+                validate(
+                    orders,
+                    num_stages=schedule.num_stages(p),
+                    num_microbatches=m,
+                    rank_of=schedule.rank_of,
+                    trains=schedule.trains,
+                )
+            except ValueError as rule:  # not this one: interleaved 1F1B takes whole rounds only
+                refusals.append(rule)
                 continue
-            results.append(measure(schedule, *size))
+            results.append(measure(schedule, p, m, work))
+    if not results:
+        raise refusals[0] if refusals else ValueError("a sweep needs a schedule and a size")
     return results
 
 

@@ -1,10 +1,14 @@
 """Whatever is given to the command line: an answer, or one error and status 2; never a traceback, never all memory."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import SCHEDULES, ScheduleError, from_text
+from pipeline.cli import flags
 from pipeline.cli import main as cli
 from pipeline.cli.flags import MOST_ACTIONS
 from pipeline.schedules.csv_file import MOST_CHARACTERS
@@ -161,3 +165,105 @@ def test_a_fault_in_a_large_order_is_drawn_with_what_is_around_it():
 def test_a_cell_of_one_letter_too_many_is_not_taken_for_another():
     with pytest.raises(ScheduleError, match="a cell is a stage"):
         from_text("0F" + "0" * 100, "mine")
+
+
+OWN = """
+from pipeline import SCHEDULES, F, Schedule
+
+
+def numbers(rank, num_ranks, num_microbatches):
+    return [1, 2]
+
+
+def words(rank, num_ranks, num_microbatches):
+    return "0F0"
+
+
+def leaves(rank, num_ranks, num_microbatches):
+    raise SystemExit(3)
+
+
+def breaks(rank, num_ranks, num_microbatches):
+    raise KeyError("a\\nb")
+
+
+def endless(rank, num_ranks, num_microbatches):
+    while True:
+        yield F(rank, 0)
+
+
+def forwards(rank, num_ranks, num_microbatches):
+    return [F(rank, i) for i in range(num_microbatches)]
+
+
+schedule = Schedule("schedule", numbers)
+"""
+SAID = {
+    "numbers": "own:numbers must give actions, as pipeline.F(0, 1), got 1",
+    "schedule": "own:schedule must give actions, as pipeline.F(0, 1), got 1",
+    "words": "own:words must give actions, as pipeline.F(0, 1), got '0'",
+    "leaves": "own:leaves gives no order: SystemExit: 3",
+    "breaks": "own:breaks gives no order: KeyError: ",
+    "endless": "stages times micro-batches must make at most 1,000,000 actions",
+    "forwards": "every stage runs every micro-batch: rank 0 has no B or BW of micro-batch 0 on stage 0",
+}
+
+
+@pytest.mark.parametrize(
+    "command", ["draw", "check", "dump", "sweep", "compare", "memory mlp", "verify mlp --schedule"], ids=str.split
+)
+@pytest.mark.parametrize("name", SAID)
+def test_a_function_that_gives_no_order_is_one_clear_error(name, command, tmp_path, monkeypatch, capsys):
+    """Once a traceback of where the first action was looked at, and compare measured what trains nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    monkeypatch.setattr(flags, "MOST_ACTIONS", 1_000_000 if name != "endless" else 1000)
+    Path("own.py").write_text(OWN)
+    status = cli.main([*command.split(), f"own:{name}"])
+    said = capsys.readouterr()
+    message = SAID[name].replace("1,000,000", f"{flags.MOST_ACTIONS:,}")
+    if command == "compare":  # it says so in the row
+        assert status == 0
+        assert message in said.out
+    else:
+        assert status == 2
+        assert said.out == ""
+        assert said.err.startswith(f"python -m pipeline: {message}")
+
+
+@pytest.mark.parametrize("command", ["search --ranks 2 --csv", "draw 1f1b --svg", "sweep 1f1b --csv", "compare --svg"])
+def test_a_file_that_there_cannot_be_is_said_before_any_work(command, tmp_path, monkeypatch, capsys):
+    """A search of minutes whose result went nowhere; and sweep printed its table before it said so."""
+    name = command.split()[0]
+    monkeypatch.setattr(f"pipeline.cli.{name}.run", lambda arguments: pytest.fail("it began"))
+    (tmp_path / "file").write_text("")
+    for path, why in (("gone/x", "No such file or directory"), ("file/x", "Not a directory"), (".", "Is a directory")):
+        assert cli.main([*command.split(), str(tmp_path / path)]) == 2
+        assert capsys.readouterr().err.endswith(f" cannot be written: {why}\n")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("before")
+
+    def write(beside):
+        beside.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match=r"--csv .*x.csv cannot be written: No space left on device"):
+        flags.write_file("--csv", path, write)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
+    flags.write_file("--csv", path, lambda beside: beside.write_text("after"))
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["after"]
+    flags.write_file("--csv", Path("/dev/null"), lambda device: device.write_text("gone"))
+
+
+def test_repair_names_its_file(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    for text in ("F0\n", "0F0,0SEND_F0,0BW0\n", "0F0\n"):
+        path.write_text(text)
+        assert cli.main(["repair", str(path)]) == 2
+        assert capsys.readouterr().err.startswith("python -m pipeline: mine.csv: ")
+    path.write_bytes(b"\xff\xfe0")
+    assert cli.main(["repair", str(path)]) == 2
+    assert capsys.readouterr().err.endswith("mine.csv cannot be read: it is no text in UTF-8\n")

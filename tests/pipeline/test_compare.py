@@ -161,13 +161,16 @@ def test_what_is_found_is_drawn(tmp_path, capsys):
         (["sweep", "--ranks", "0..2"], "must be a whole number of at least 1, got '0'"),
         (["sweep", "--memory", "8GB"], "must be a number of at least 0, with or without one of KiB, MiB, GiB, TiB"),
         (["sweep", "--svg", "x.svg"], "--svg draws one schedule, got 11"),
-        (["sweep", "interleaved_1f1b", "--microbatches", "3"], "no schedule allows any of these sizes"),
+        (
+            ["sweep", "interleaved_1f1b", "--microbatches", "3"],
+            "interleaved 1F1B needs --microbatches divisible by the number of ranks, got 3 and 4",
+        ),
         (
             ["sweep", "1f1b", "--svg", "x.svg", "--ranks", "2,3", "--memory", "1,2", "--latency", "0,1"],
             "at most two things",
         ),
         (["compare", "--ranks-per-host", "0"], "must be a whole number of at least 1, got '0'"),
-        (["search", "--memory", "1", "--static", "2"], "--memory must be more than --static, got -1 less"),
+        (["search", "--memory", "1", "--static", "2"], "--memory must be more than --static, got 1 and 2"),
         (["search", "--memory", "0.5"], "takes 1 on rank 0, got a limit of 0.5"),
         (
             ["search", "--forward", "1,2,3"],
