@@ -3,8 +3,9 @@
     make bench-ddp
 
 The two hosts are made of this machine by `two_hosts`, as root: one core each, joined by a cable of 1 Gbit/s. Each job
-is a run of `ddp_minigrad.py` or `ddp_torch.py`; they alternate over several rounds. A figure is the median over rounds,
-with the smallest and the largest in brackets.
+is a run of `ddp_minigrad.py` or `ddp_torch.py`. On one host both run at once and take turns of a few steps, so that
+neighbours meet both alike; of two hosts there is one pair, where they alternate. A figure is the median over several
+rounds, with the smallest and the largest in brackets.
 
 On one host minigrad's gradients lie in memory that both ranks see, and gloo's travel over TCP; between hosts both use
 TCP. PyTorch's DDP runs with gradient_as_bucket_view, static_graph, fused AdamW and buckets of several sizes; the best
@@ -19,29 +20,24 @@ CPU time of the transfer, which the only core of a host cannot give to the backw
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ddp_bound import exposed_seconds
 from engine_jobs import BATCH, SIZES
-from pinned_workers import ONE_THREAD, environment, interleave, once
+from pinned_workers import interleave, once
+from rank_jobs import NUM_RANKS, Job, Result, free_port, in_turns
 from results_file import FOLDER, keep
 
-HERE = Path(__file__).parent
 RESULTS = FOLDER / "ddp.txt"
 Report = Callable[[Sequence[str], int], Iterator[str]]  # (launcher, rounds) -> lines
-TWO_HOSTS = str(HERE / "two_hosts")
-NUM_RANKS = 2
+TWO_HOSTS = str(Path(__file__).with_name("two_hosts"))
 MLP_BATCH = 128  # over both ranks
 TURNS = {"nano-cpu": 6, "baby": 2, "mlp": 200}
 STEPS = {"nano-cpu": 4, "baby": 2, "mlp": 4}  # of a turn
@@ -64,8 +60,6 @@ VARIANTS = {
     "apart": "the messages alone, one by one",
     "asleep": "the messages alone, to a process that sleeps",
 }
-
-Result = dict[str, Any]  # the JSON that a job prints
 
 
 @dataclass(frozen=True)
@@ -107,55 +101,25 @@ class Host:
     def __init__(self, launcher: Sequence[str]) -> None:
         self._launcher = list(launcher)
 
-    def minigrad(self, size: str, batch: int, variants: Sequence[str] = ("inside",)) -> Result:
-        return self._run("ddp_minigrad.py", size, batch, "--variants", *variants)
+    def minigrad(self, size: str, batch: int, variants: Sequence[str] = ("inside",)) -> Job:
+        return self._job("ddp_minigrad.py", size, batch, "--variants", *variants)
 
-    def torch(self, size: str, batch: int, mebibytes: Sequence[float]) -> Result:
+    def torch(self, size: str, batch: int, mebibytes: Sequence[float]) -> Job:
         buckets = map(str, mebibytes)
-        return self._run("ddp_torch.py", size, batch, "--port", str(free_port()), "--mebibytes", *buckets)
+        return self._job("ddp_torch.py", size, batch, "--port", str(free_port()), "--mebibytes", *buckets)
 
-    def _run(self, script: str, size: str, batch: int, *flags: str) -> Result:
-        return run_job(self._launcher, script, *_job(size, batch), *flags)
+    def _job(self, script: str, size: str, batch: int, *flags: str) -> Job:
+        return Job((*self._launcher, "-n", str(NUM_RANKS)), script, (*_training(size, batch), *flags))
 
 
-def _job(size: str, batch: int) -> list[str]:
+def _training(size: str, batch: int) -> list[str]:
     return [size, "--batch", str(batch), "--turns", str(TURNS[size]), "--steps", str(STEPS[size])]
 
 
-def one_process(size: str) -> Result:
+def one_process(size: str) -> Job:
     """Train in one process of PyTorch's, with a thread a core and the batch of all ranks."""
     threads = str(os.cpu_count())
-    return run_alone("ddp_torch.py", *_job(size, NUM_RANKS * BATCH[size]), "--threads", threads, threads=threads)
-
-
-def run_job(launcher: Sequence[str], script: str, *arguments: str) -> Result:
-    """Run a script beside this one on two ranks; return the JSON that it prints.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    return run_alone(script, *arguments, launcher=[*launcher, "-n", str(NUM_RANKS)])
-
-
-def run_alone(script: str, *arguments: str, launcher: Sequence[str] = (), threads: str = "1") -> Result:
-    """Run a script beside this one; return the JSON that it prints.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    command = [*launcher, sys.executable, str(HERE / script), *arguments]
-    environ = environment() | dict.fromkeys(ONE_THREAD, threads)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}")
-    result: Result = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
+    return Job((), "ddp_torch.py", (*_training(size, NUM_RANKS * BATCH[size]), "--threads", threads), threads)
 
 
 def seconds(results: Sequence[Result], variant: str) -> list[float]:
@@ -240,11 +204,14 @@ def matching_batch(size: str, result: Result) -> int:
 def one_host(host: Host, num_rounds: int) -> Iterator[str]:
     """Measure two ranks on this machine as it is."""
     for size in ("nano-cpu", "baby"):
-        ours, theirs, alone = [], [], []
+        ours: list[Result] = []
+        theirs: list[Result] = []
+        alone: list[Result] = []
         for _ in range(num_rounds):
-            ours.append(host.minigrad(size, BATCH[size], (*LOOPS, "inside")))
-            theirs.append(host.torch(size, BATCH[size], MEBIBYTES[size]))
-            alone.append(one_process(size))
+            mine = host.minigrad(size, BATCH[size], (*LOOPS, "inside"))
+            peer = host.torch(size, BATCH[size], MEBIBYTES[size])
+            for results, result in zip((ours, theirs, alone), in_turns(mine, peer, one_process(size)), strict=True):
+                results.append(result)
         if size == "nano-cpu":
             yield f"two ranks on one host; cores that a rank may use: {ours[0]['affinity']}, {theirs[0]['affinity']}"
         yield from map(str, compare(size, ours, theirs, SPEED_RATIO[size], "plain"))
@@ -256,7 +223,7 @@ def one_host(host: Host, num_rounds: int) -> Iterator[str]:
         yield str(Line(f"{size}: one PyTorch process, {os.cpu_count()} threads", whole, "tokens/s"))
         ratios = [tokens(size) / s / peer for s, peer in zip(seconds(ours, "plain"), whole, strict=True)]
         yield str(Line(f"{size}: minigrad / one PyTorch process", ratios, "x", MACHINE_RATIO[size]))
-    mlp = [host.minigrad("mlp", MLP_BATCH // NUM_RANKS) for _ in range(num_rounds)]
+    mlp = [host.minigrad("mlp", MLP_BATCH // NUM_RANKS).result() for _ in range(num_rounds)]
     speeds = [MLP_BATCH / s for s in seconds(mlp, "inside")]
     yield str(Line(f"MLP, batch {MLP_BATCH} in all: minigrad", speeds, "samples/s", MLP_SAMPLES_PER_SECOND))
 
@@ -266,16 +233,16 @@ def two_hosts(host: Host, num_rounds: int) -> Iterator[str]:
     size = "nano-cpu"
     ours, theirs = [], []
     for _ in range(num_rounds):
-        ours.append(host.minigrad(size, BATCH[size], tuple(VARIANTS)))
-        theirs.append(host.torch(size, BATCH[size], TWO_HOSTS_MEBIBYTES))
+        ours.append(host.minigrad(size, BATCH[size], tuple(VARIANTS)).result())
+        theirs.append(host.torch(size, BATCH[size], TWO_HOSTS_MEBIBYTES).result())
     batch = matching_batch(size, ours[0])
-    matched = host.minigrad(size, batch, tuple(VARIANTS))
+    matched = host.minigrad(size, batch, tuple(VARIANTS)).result()
     yield f"two hosts, 1 Gbit/s; cores that a rank may use: {ours[0]['affinity']}, {theirs[0]['affinity']}"
     yield from map(str, compare(size, ours, theirs, TWO_HOSTS_SPEED_RATIO))
     yield from map(str, overlap(size, ours, HIDDEN_PERCENT))
     yield from map(str, overlap(f"{size}, batch {batch}", [matched]))
     variants = ("plain", "early", "alone", "messages")
-    yield from map(str, early(size, [host.minigrad(size, BATCH[size], variants) for _ in range(num_rounds)]))
+    yield from map(str, early(size, [host.minigrad(size, BATCH[size], variants).result() for _ in range(num_rounds)]))
 
 
 def header() -> Iterator[str]:

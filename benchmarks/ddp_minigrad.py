@@ -10,11 +10,12 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from engine_jobs import LEARNING_RATE, SIZES
-from interleave import STEPS_A_TURN, take_turns
+from interleave import STEPS_A_TURN, Turnstile, take_turns
 
 from distributed import (
     BucketedTrainer,
@@ -201,7 +202,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True, help="of each variant, a few steps each")
     parser.add_argument("--steps", type=int, default=STEPS_A_TURN, help="of a turn (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", default=["inside"], help="of a GPT")
+    parser.add_argument("--turnstile", nargs=2, metavar=("FILE", "NAME"), help="take turns with other jobs")
     args = parser.parse_args()
+    turnstile = Turnstile(Path(args.turnstile[0]), args.turnstile[1]) if args.turnstile else None
     comm = world()
     notes = {}
     if args.size == "mlp":
@@ -210,7 +213,14 @@ def main() -> None:
         steps = GPTSteps(comm, args.size, args.batch)
         variants = {name: getattr(steps, name)() for name in args.variants}
         notes = {"ready": steps.ready, "transfers": steps.transfers, "cpu": steps.cpu, "bytes": steps.bytes}
-    result = take_turns(variants, args.turns, barrier=comm.barrier, gather=comm.gather_objects, steps_a_turn=args.steps)
+    result = take_turns(
+        variants,
+        args.turns,
+        barrier=comm.barrier,
+        gather=comm.gather_objects,
+        steps_a_turn=args.steps,
+        turnstile=turnstile,
+    )
     if comm.rank == 0:
         print(json.dumps(result | notes))
 

@@ -14,12 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from engine_jobs import LEARNING_RATE, SIZES
-from interleave import STEPS_A_TURN, take_turns
+from interleave import STEPS_A_TURN, Turnstile, take_turns
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch_gpt import TorchGPT
@@ -82,15 +83,19 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="of rank 0's host, MASTER_ADDR, where ranks meet")
     parser.add_argument("--mebibytes", type=float, nargs="+", default=[25], help="of a bucket, each a variant")
     parser.add_argument("--threads", type=int, help="train in one process")
+    parser.add_argument("--turnstile", nargs=2, metavar=("FILE", "NAME"), help="take turns with other jobs")
     args = parser.parse_args()
+    turnstile = Turnstile(Path(args.turnstile[0]), args.turnstile[1]) if args.turnstile else None
     if args.threads:
         torch.set_num_threads(args.threads)
         steps = {"torch": training_step(args.size, args.batch, None)}
-        print(json.dumps(take_turns(steps, args.turns, barrier=int, gather=lambda x: [x], steps_a_turn=args.steps)))
+        alone: dict[str, Any] = {"barrier": int, "gather": lambda x: [x]}
+        print(json.dumps(take_turns(steps, args.turns, **alone, steps_a_turn=args.steps, turnstile=turnstile)))
         return
     rank = join(args.port)
     steps = {f"{size:g} MiB": training_step(args.size, args.batch, size) for size in args.mebibytes}
-    result = take_turns(steps, args.turns, barrier=dist.barrier, gather=gather, steps_a_turn=args.steps)
+    ranks: dict[str, Any] = {"barrier": dist.barrier, "gather": gather}
+    result = take_turns(steps, args.turns, **ranks, steps_a_turn=args.steps, turnstile=turnstile)
     if rank == 0:
         print(json.dumps(result))
     leave()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ddp import NUM_RANKS, Line, Result, free_port, header, products, run, run_job, seconds
+from ddp import Line, header, products, run, seconds
 from engine_jobs import BATCH, SIZES
+from rank_jobs import NUM_RANKS, Result, free_port, run_job
 from results_file import FOLDER
 
 RESULTS = FOLDER / "pipeline.txt"

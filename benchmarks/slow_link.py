@@ -32,7 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp import TWO_HOSTS, run_job
+from ddp import TWO_HOSTS
+from rank_jobs import run_job
 from results_file import FOLDER, keep
 from slow_link_job import BATCH_OF_A_RANK, CONFIG, METHODS, Method
 

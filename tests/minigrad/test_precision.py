@@ -149,7 +149,7 @@ def test_vjps_of_weights_write_and_add_in_float32(name: str, precision: str) -> 
     mg.backward_with_grad(getattr(mg, name)(*wide), g.astype(np.float64))
     tested = 0
     for vjp, exact in zip(y.node.vjps, wide, strict=False):
-        if isinstance(vjp, mg.tape.WeightVjp):
+        if isinstance(vjp, mg.vjps.WeightVjp):
             out = np.full(exact.shape, np.nan, np.float32)
             vjp.write(g, out, False)
             np.testing.assert_allclose(out, exact.grad, rtol=1e-4, atol=1e-4)
