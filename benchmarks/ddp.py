@@ -50,6 +50,7 @@ TWO_HOSTS_SPEED_RATIO = 1.25
 HIDDEN_PERCENT = 80.0
 SHARDED_RATIO = 1.03  # of a step with shards over one without, on one host
 LOOPS = ("plain", "zero1", "zero2")
+JOINS = ("joined", "uneven")
 MLP_SAMPLES_PER_SECOND = 35_000.0
 
 VARIANTS = {
@@ -187,6 +188,15 @@ def shards(size: str, results: Sequence[Result]) -> Iterator[Line]:
         yield Line(f"{size}: ZeRO-{level}, bytes / without shards", kept, "x")
 
 
+def joins(size: str, results: Sequence[Result]) -> Iterator[Line]:
+    """Say what it costs that ranks may have different numbers of batches."""
+    plain, joined, uneven = (seconds(results, name) for name in ("plain", "joined", "uneven"))
+    asked = [mine / theirs for mine, theirs in zip(joined, plain, strict=True)]
+    yield Line(f"{size}: a step in ddp.join / without", asked, "x")
+    alone = [mine / theirs for mine, theirs in zip(uneven, joined, strict=True)]
+    yield Line(f"{size}: likewise, one rank has samples / both have", alone, "x")
+
+
 def early(size: str, results: Sequence[Result]) -> Iterator[Line]:
     """Say how much of the messages is hidden where the step begins before all buckets are there."""
     for variant in ("plain", "early"):
@@ -208,7 +218,7 @@ def one_host(host: Host, num_rounds: int) -> Iterator[str]:
         theirs: list[Result] = []
         alone: list[Result] = []
         for _ in range(num_rounds):
-            mine = host.minigrad(size, BATCH[size], (*LOOPS, "inside"))
+            mine = host.minigrad(size, BATCH[size], (*LOOPS, *JOINS, "inside"))
             peer = host.torch(size, BATCH[size], MEBIBYTES[size])
             for results, result in zip((ours, theirs, alone), in_turns(mine, peer, one_process(size)), strict=True):
                 results.append(result)
@@ -219,6 +229,7 @@ def one_host(host: Host, num_rounds: int) -> Iterator[str]:
         yield str(Line(f"{size}: minigrad's trainer, which takes a norm", trainer, "tokens/s"))
         yield str(products(size, num_rounds))
         yield from map(str, shards(size, ours))
+        yield from map(str, joins(size, ours))
         whole = [tokens(size) / s for s in seconds(alone, "torch")]
         yield str(Line(f"{size}: one PyTorch process, {os.cpu_count()} threads", whole, "tokens/s"))
         ratios = [tokens(size) / s / peer for s, peer in zip(seconds(ours, "plain"), whole, strict=True)]
@@ -243,6 +254,7 @@ def two_hosts(host: Host, num_rounds: int) -> Iterator[str]:
     yield from map(str, overlap(f"{size}, batch {batch}", [matched]))
     variants = ("plain", "early", "alone", "messages")
     yield from map(str, early(size, [host.minigrad(size, BATCH[size], variants).result() for _ in range(num_rounds)]))
+    yield "fewer bytes over 100 Mbit/s: make bench-slow-link"
 
 
 def header() -> Iterator[str]:

@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,33 @@ class GPTSteps:
     def zero2(self) -> Step:
         """Share out gradients too."""
         return self._loop(zero=2)
+
+    def joined(self) -> Step:
+        """Ask in each step whether other ranks have batches left."""
+        return self._joined(has_batches=True)
+
+    def uneven(self) -> Step:
+        """Likewise, where rank 0 alone has some."""
+        return self._joined(has_batches=self.comm.rank == 0)
+
+    def _joined(self, *, has_batches: bool) -> Step:
+        model = GPT(self.config)
+        ddp = DistributedDataParallel(model, self.comm)
+        optimizer = ddp.optimizer(AdamW(LEARNING_RATE))
+        batches = ddp.join(repeat((self.x, self.y)) if has_batches else ())
+
+        def step() -> None:
+            batch = next(batches)
+            optimizer.zero_grad()
+            if batch is None:
+                ddp.reduce_no_samples()
+            else:
+                x, y = batch
+                backward_with_hooks(cross_entropy(model(x), y), ddp.hooks(num_samples=len(x)))
+            ddp.wait()
+            optimizer.step()
+
+        return step
 
     def _loop(self, **options: Any) -> Step:
         """Return a step without a trainer."""
