@@ -86,7 +86,7 @@ class ErrorFeedback(FeedbackHook):
         scales = xp.maximum(rows.max(axis=2), -rows.min(axis=2))
         scales = (scales / self._largest).astype(np.float32)
         is_broken = ~xp.isfinite(scales)
-        steps = xp.where(is_broken | (scales == 0), np.float32(1), scales)
+        steps = xp.where(is_broken | (scales == 0), 1, scales).astype(np.float32)
         if is_broken.any():
             rows = xp.where(is_broken[:, :, None], 0, rows)
         wide_steps = steps.astype(rows.dtype)[:, :, None]
