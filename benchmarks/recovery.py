@@ -138,11 +138,13 @@ def run_job(num_ranks: int, *args: str) -> Log:
     return log
 
 
-def measure(part: str, num_rounds: int) -> Log:
+def measure(part: str, num_rounds: int) -> Iterator[Log]:
     if part == "costs":
-        return run_job(2, "--job", part, "--rounds", str(num_rounds))
-    jobs = [(2 + num_spares, name) for name, (_, num_spares, _) in KILLS.items()] * num_rounds
-    return [row for num_ranks, name in jobs for row in run_job(num_ranks, "--job", name)]
+        yield run_job(2, "--job", part, "--rounds", str(num_rounds))
+        return
+    for _ in range(num_rounds):
+        for name, (_, num_spares, _) in KILLS.items():
+            yield run_job(2 + num_spares, "--job", name)
 
 
 def report(log: Log) -> list[str]:
@@ -200,12 +202,13 @@ def main() -> None:
     else:
         log: Log = json.loads(args.log.read_text()) if args.log is not None and args.log.exists() else []
         for part in args.part or NUM_ROUNDS:
-            log += measure(part, args.rounds or NUM_ROUNDS[part])
-        if args.log is not None:
-            args.log.write_text(json.dumps(log) + "\n")
+            for rows in measure(part, args.rounds or NUM_ROUNDS[part]):
+                log += rows
+                if args.log is not None:
+                    args.log.write_text(json.dumps(log) + "\n")
         lines = report(log)
         print("\n".join(lines))
-        keep(lines, RESULTS, is_default=args.rounds is None and (args.part is None or args.log is not None))
+        keep(lines, RESULTS, is_default=args.log is not None or (args.rounds is None and args.part is None))
 
 
 if __name__ == "__main__":

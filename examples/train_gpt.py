@@ -293,7 +293,8 @@ class Training:
 
 def rehearse(settings: TrainSettings, config: gpt.GPTConfig, tokens: Array) -> None:
     """Take a step of one block by itself, so that a spare has loaded all that its first real step needs."""
-    settings = replace(settings, batch=settings.num_microbatches, init_from=None, bucket_mb=None)
+    _, _, num_microbatches = settings.layout(1)
+    settings = replace(settings, batch=num_microbatches, init_from=None, bucket_mb=None)
     scale = LossScale() if settings.computed_in == "float16" else None
     training = Training(settings, replace(config, num_layers=1), tokens, SoloCommunicator(), scale, lambda _: None)
     x, y = training.batches.next()

@@ -139,13 +139,13 @@ class AttemptLoop(Generic[T]):
 
         Returns the number of steps that are done.
         """
-        self._saved = self.run.load(
-            parts.checkpoints, parts.training.data, parts.optimizer, again=self.parts is not None
-        )
+        again = any(self.run.comm.gather_objects(self.parts is not None))  # a rank that is new knows of no time before
+        self._saved = self.run.load(parts.checkpoints, parts.training.data, parts.optimizer, again=again)
         return self._saved
 
     def attempts(self, **how: Any) -> Iterator[RunAttempt[T]]:
         run, num_steps = self.run, self.run.settings.steps
+        is_over = False
         for attempt in recovering(run.comm, self.build, num_steps=num_steps + 1, restore=self.restore, **how):
             parts = attempt.training
             if parts is not self.parts:
@@ -165,6 +165,7 @@ class AttemptLoop(Generic[T]):
                         self._save(num_steps)
                     parts.checkpoints.wait()
                     attempt.commit(take=False)
+                is_over = attempt.committed
                 continue
             run.begin_line(attempt.step, parts.optimizer.lr, is_first=attempt.step == self._first)
             if attempt.recovery is not None:
@@ -174,6 +175,8 @@ class AttemptLoop(Generic[T]):
             if attempt.committed and self._end_step(attempt.step):
                 run.stopped = True
                 attempt.end()
+        if not is_over and not run.stopped:  # the others ended it, for whom this rank waits as a spare
+            run.training = None
 
     def _end_step(self, step: int) -> bool:
         """Write, show and save what a step has led to; return whether the run ends here, as it was asked to."""

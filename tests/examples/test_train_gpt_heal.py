@@ -36,8 +36,18 @@ def test_a_layout_for_those_that_are_left_keeps_the_step() -> None:
 
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 @pytest.mark.long
-@pytest.mark.parametrize("heal", ["shrink", "replace"])
-def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(heal: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags_of_it", "num_ranks", "goes_on"),
+    [
+        ("--heal shrink", 2, "1 rank go"),
+        ("--heal replace", 2, "2 ranks go"),
+        ("--heal spares --spares 1", 3, "2 ranks go"),
+        ("--heal shrink --pp 2", 4, "2 ranks go"),  # and one that trained waits
+    ],
+)
+def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
+    flags_of_it: str, num_ranks: int, goes_on: str, tmp_path: Path
+) -> None:
     """With exact sums there is one hash for every layout, so also for one process, and for a run that changed it.
 
     It saves before the kill and after it.
@@ -45,15 +55,14 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(h
     flags = [*SIZES.split(), "--save-every", "3", "--exact", "--text", str(write_text(tmp_path))]
     alone = run_job([SCRIPT, *flags, "--microbatches", "4", "--run", "alone"], ranks=None, cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
-    flags += ["--dp", "2", "--microbatches", "2", "--heal", heal, "--run", "healed", "--progress", "lines"]
-    code, output, errors = kill_in([SCRIPT, *flags], tmp_path)
+    flags += ["--dp", "2", "--microbatches", "2", *flags_of_it.split(), "--run", "healed", "--progress", "lines"]
+    code, output, errors = kill_in([SCRIPT, *flags], tmp_path, num_ranks=num_ranks)
     assert code == 0, errors
     assert weights(output) == weights(alone.stdout)
     check_metrics(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "healed" / "metrics.jsonl").read_text().splitlines()]
     assert [line["redone_steps"] for line in lines if "redone_steps" in line] == [0]
-    ranks = {"shrink": "1 rank go", "replace": "2 ranks go"}[heal]
-    assert re.search(rf"healed in \d+\.\d s: {ranks} on at step \d+, from a living rank\n", errors)
+    assert re.search(rf"healed in \d+\.\d s: {goes_on} on at step \d+, from a living rank\n", errors)
     names = {path.name for path in (tmp_path / "healed").iterdir()}
     assert {"summary.json", "loss.png", "checkpoints"} <= names
     assert (tmp_path / "healed" / "checkpoints" / f"step-{NUM_STEPS:08d}").is_dir()
@@ -86,9 +95,11 @@ def weights(output: str) -> str:
     return found
 
 
-def kill_in(command: list[str], folder: Path, whom: str = "rank 0", after: int = 4) -> tuple[int, str, str]:
-    """Run a job on two ranks, and kill something after so many steps; return its exit code and what it says."""
-    launch = [sys.executable, "-m", "distributed.recovery", "-n", "2", *command]
+def kill_in(
+    command: list[str], folder: Path, *, num_ranks: int = 2, whom: str = "rank 0", after: int = 4
+) -> tuple[int, str, str]:
+    """Run a job, and kill something after so many steps; return its exit code and what it says."""
+    launch = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), *command]
     metrics, pid = folder / "healed" / "metrics.jsonl", folder / "healed" / "pid"
     with start(launch, folder) as job:
         end = time.monotonic() + LIMIT_SECONDS

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 
 STARTED = time.monotonic()
 
+LOOP = {"buddy_every", "heal", "num_spares"}
+"""What of a layout is the loop's, and not that of what it builds."""
+
 SPANS = {
     "anywhere": 0.3,  # of a step and those after it
     "forward": 3e-3,
@@ -115,11 +118,15 @@ def main(folder: Path, layout: dict[str, Any], num_steps: int) -> None:
 
     from distributed import world
     from distributed.checkpoint import Checkpointer
-    from distributed.recovery import recovering
+    from distributed.recovery import Heal, recovering
     from minigrad import Hooks, rng
 
     comm = world(survive=True, deterministic=True, timeout_seconds=60)
-    buddy_every = layout.pop("buddy_every", 0)
+    how = {key: layout.pop(key) for key in LOOP & layout.keys()}
+    how["heal"] = Heal(how.get("heal", "replace"))
+    pp = layout.get("pp", 1)
+    if how["heal"] is not Heal.REPLACE:
+        how["usable"] = lambda living: max(1, living // pp * pp)
     build_toy = builder(**layout)
 
     saving = []
@@ -143,7 +150,7 @@ def main(folder: Path, layout: dict[str, Any], num_steps: int) -> None:
 
     step = 0
     parameters = {}
-    attempts = recovering(comm, build, num_steps=num_steps, restore=restore, buddy_every=buddy_every)
+    attempts = recovering(comm, build, num_steps=num_steps, restore=restore, **how)
     for attempt in attempts:
         step, comm = attempt.step, attempt.comm
         if attempt.recovery is not None:
@@ -174,7 +181,8 @@ def main(folder: Path, layout: dict[str, Any], num_steps: int) -> None:
             reach("recovery")
         elif comm.rank == 0:
             target.note_step(step + 1)
-    say(json.dumps(digest(parameters)))
+    if step == num_steps - 1:  # not of a rank that had to wait before
+        say(json.dumps(digest(parameters)))
 
 
 if __name__ == "__main__":

@@ -43,20 +43,26 @@ def builder(
     step_early: bool = False,
     muon: bool = False,
     precision: str = "",
+    exact: bool = False,
     hook: Callable[[], FeedbackHook] | None = None,
 ) -> Callable[[Communicator], Toy]:
-    """Return what builds a toy for a communicator: pipelines of `pp` ranks, as many as fit; one of all ranks for 0."""
+    """Return what builds a toy for a communicator: pipelines of `pp` ranks, as many as fit; one of all ranks for 0.
+
+    Exact sums have the same micro-batches, so the same bits, in every layout.
+    """
 
     def build(comm: Communicator) -> Toy:
-        num_stages = pp or comm.size
+        num_stages = min(pp or comm.size, comm.size)
         config = replace(CONFIG, num_layers=max(2, SCHEDULES[schedule].num_stages(pp or 4)))
         mesh = Mesh(comm, dp=comm.size // num_stages, pp=num_stages)
-        dtype = np.float32 if precision else np.float64
+        dtype = np.float32 if precision or exact else np.float64
         stages = PipelineStage.of(gpt.layers(config), mesh.pp, SCHEDULES[schedule], seed=1, dtype=dtype)
         data = TokenBatches(TOKENS, batch_size=BATCH, context=4, seed=2, rank=mesh.dp.rank, size=mesh.dp.size)
         comm_hook = hook() if hook is not None else None
         whole = is_hidden_matrix if muon else None
         how: dict[str, Any] = {"zero": zero, "step_early": step_early, "whole": whole}
+        how["sums"] = "exact" if exact else "plain"
+        num_microbatches = BATCH // mesh.dp.size if exact else 2
         ddp = DistributedDataParallel(stages, mesh.dp, comm_hook=comm_hook or allreduce, **how)
         if precision:
             use_precision(stages.parameters(), precision)
@@ -65,7 +71,9 @@ def builder(
         if comm_hook is not None:
             comm_hook.attach(ddp.buckets)
             model = WithState(stages, comm_hook)
-        pipe = PipelineExecutor(stages, mesh.pp, SCHEDULES[schedule], num_microbatches=2, loss_fn=cross_entropy)
+        pipe = PipelineExecutor(
+            stages, mesh.pp, SCHEDULES[schedule], num_microbatches=num_microbatches, loss_fn=cross_entropy
+        )
         return Toy(model, optimizer, data, ddp, pipe)
 
     return build
