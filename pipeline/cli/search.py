@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
         drawing = svg(picture(timeline, title))
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     peaks = None if measured is None else measured.peaks(found.timeline, num_stages, PLACEMENTS[best][1])
+    _check_gradients_of_skips(peaks or [], arguments.memory)
     if arguments.json:
         print(
             flags.as_json(
@@ -114,6 +115,20 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"placement {name:18}{other.time:.6g}")
 
 
+def _check_gradients_of_skips(peaks: list[float], memory: flags.Numbers) -> None:
+    """Check that all fits where gradients of skip connections wait too, which no search counts.
+
+    Raises:
+        ValueError: a rank needs more than it has.
+    """
+    room = memory if isinstance(memory, list) else [memory] * len(peaks)
+    over = max((peak - most for peak, most in zip(peaks, room, strict=True)), default=0.0)
+    if over > 1:
+        raise ValueError(
+            f"gradients of skip connections that wait take {flags.amount(over)} more than --memory: search with less"
+        )
+
+
 def _of_stages(value: flags.Numbers, num_chunks: int) -> flags.Numbers:
     """Return numbers of stages, from these or from that of a rank."""
     return value if isinstance(value, list) else value / num_chunks
@@ -128,7 +143,7 @@ def _problem(
     kept, later = (_of_stages(given[name], num_chunks) for name in ("activations", "deferred"))
     if measured is not None:
         stages = measured.stages_of(num_stages)
-        kept, later = [float(s.activations) for s in stages], [float(s.deferred) for s in stages]
+        kept, later = measured.activations(num_stages), [float(s.deferred) for s in stages]
         always = measured.always(num_stages, rank_of, arguments.ranks)
     limit, static = (v if isinstance(v, list) else [v] * arguments.ranks for v in (arguments.memory, always))
     for flag, values in (("--memory", limit), ("--static", static)):

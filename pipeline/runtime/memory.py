@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +32,7 @@ from pipeline.runtime.partition import StageSpec, cut
 from pipeline.runtime.skips import stage_skips
 from pipeline.runtime.stage import PipelineStage
 from pipeline.schedules.action import Skips
-from pipeline.schedules.held import StageBytes
+from pipeline.schedules.held import Gift, StageBytes
 
 
 def stage_bytes(
@@ -114,15 +115,17 @@ def _through(
     stages: Sequence[PipelineStage], skips: Skips, x: Array, loss_fn: Callable[[Any], Tensor], rule: Rule | None
 ) -> list[StageBytes]:
     messages = _Messages(x, skips)
-    inputs, activations, working, deferred = [], [], [], []
+    inputs, activations, working, deferred, gifts = [], [], [], [], []
     for stage in stages:
         with _Used() as used:
             arrived = messages.inputs(stage)
             outputs, _ = stage.forward(0, arrived, finish=loss_fn if stage.is_last else None)
+            owners = [[weakref.ref(_owner(array)) for array in output.arrays] for output in outputs]
             outputs = [_copy(output) for output in outputs]  # what others get; here they are gone once they are sent
             inputs.append(_nbytes(arrived))
             del arrived
         messages.give(stage, outputs)
+        gifts.append(_gifts([ends for ends in skips if ends[0] == stage.stage_id], outputs[1:], owners[1:]))
         activations.append(used.kept - _nbytes(outputs))
         working.append(used.peak - used.kept)
     for number in reversed(range(len(stages))):
@@ -138,11 +141,30 @@ def _through(
             stage.backward_weight([0], Hooks())
         working[number] = max(working[number], used.peak)
     return [
-        StageBytes(*_static(stage.parameters(), rule), kept, later, most, message)
-        for stage, kept, later, most, message in zip(
-            stages, activations, reversed(deferred), working, inputs, strict=True
+        StageBytes(*_static(stage.parameters(), rule), kept, later, most, message, own)
+        for stage, kept, later, most, message, own in zip(
+            stages, activations, reversed(deferred), working, inputs, gifts, strict=True
         )
     ]
+
+
+def _gifts(skips: Skips, outputs: Sequence[Bundle], owners: Sequence[Sequence[weakref.ref[Any]]]) -> tuple[Gift, ...]:
+    """Return what a stage gives by its skip connections; an array that still lives is kept for its backward."""
+    return tuple(
+        Gift(
+            taker,
+            _nbytes([output]),
+            sum(array.nbytes for array, owner in zip(output.arrays, refs, strict=True) if owner() is not None),
+        )
+        for (_, taker), output, refs in zip(skips, outputs, owners, strict=True)
+    )
+
+
+def _owner(array: Any) -> Any:
+    """Return the array whose memory this one shows."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def _whole_backwards(

@@ -171,7 +171,7 @@ def searched(
         room: PerStage = work.memory - work.static
         if work.measured is not None:
             stages = work.measured.stages_of(num_stages)
-            kept, later = [s.activations for s in stages], [s.deferred for s in stages]
+            kept, later = work.measured.activations(num_stages), [s.deferred for s in stages]
             room = [work.memory - always for always in work.measured.always(num_stages, rank_of, num_ranks)]
         return Problem.of(
             num_ranks=num_ranks,

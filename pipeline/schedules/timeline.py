@@ -96,7 +96,13 @@ class Timeline:
         return [peaks[stage] for stage in sorted(peaks)]
 
     def peak_memory(
-        self, activations: PerStage, deferred: PerStage, *, skips: Skips = (), skip_memory: PerStage = 1.0
+        self,
+        activations: PerStage,
+        deferred: PerStage,
+        *,
+        skips: Skips = (),
+        skip_memory: PerStage = 1.0,
+        skip_kept: PerStage = 0.0,
     ) -> list[float]:
         """Return the most that each rank holds at a time.
 
@@ -106,16 +112,19 @@ class Timeline:
             skips: skip connections. What one takes waits on the rank that gave it, from F there to F where it is
                 taken; its gradient on that rank, from B to B.
             skip_memory: what waits, of one micro-batch; one number for all, or one for each.
+            skip_kept: of that, what the stage that gives it keeps for its backward anyway, and `activations` has.
         """
-        waiting = self._waiting(dict(zip(skips, each("skip_memory", skip_memory, len(skips), "skips"), strict=True)))
+        sizes = each("skip_memory", skip_memory, len(skips), "skips")
+        kept = each("skip_kept", skip_kept, len(skips), "skips")
+        waiting = self._waiting(dict(zip(skips, zip(sizes, kept, strict=True), strict=True)))
         return [_peak(row, activations, deferred, waits) for row, waits in zip(self.rows, waiting, strict=True)]
 
-    def _waiting(self, skips: Mapping[tuple[int, int], float]) -> list[list[tuple[float, float]]]:
+    def _waiting(self, skips: Mapping[tuple[int, int], tuple[float, float]]) -> list[list[tuple[float, float]]]:
         """Return when what waits for other stages changes on each rank, and by how much."""
         changes: list[list[tuple[float, float]]] = [[] for _ in self.rows]
         done = {part: (r, t.end) for r, row in enumerate(self.rows) for t in row for part in t.action.parts}
-        for (giver, taker), size in skips.items():
-            for kind, made_in, taken_in in ((F, giver, taker), (B, taker, giver)):
+        for (giver, taker), (given, kept) in skips.items():
+            for kind, made_in, taken_in, size in ((F, giver, taker, given - kept), (B, taker, giver, given)):
                 for i in [part.microbatch for part in done if part == kind(taken_in, part.microbatch)]:
                     rank, since = done[kind(made_in, i)]
                     changes[rank] += [(since, size), (done[kind(taken_in, i)][1], -size)]

@@ -1,10 +1,12 @@
 """What a stage keeps, in bytes: counted for shapes that can be counted by hand, and against a real pipeline's peak."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from jobs import needs_mpirun, run_job
+from toy_pipeline import apply, dense, giving, join
 
 import minigrad as mg
 from minigrad import optim
@@ -12,7 +14,9 @@ from minigrad.models import mlp
 from pipeline import SCHEDULES
 from pipeline.cli.main import main
 from pipeline.runtime.memory import stage_bytes
-from pipeline.schedules.held import StageBytes, rank_bytes
+from pipeline.schedules.held import Measured, StageBytes, from_json, rank_bytes, to_json
+from pipeline.schedules.schedule import round_robin
+from pipeline.schedules.simulate import simulate
 
 JOB = Path(__file__).parents[1] / "support" / "memory_peak.py"
 
@@ -53,6 +57,29 @@ def test_a_rank_holds_what_its_schedule_keeps():
     assert rank_bytes([stage] * 4, SCHEDULES["zbv"], num_ranks=2, num_microbatches=8) == [845, 845]
 
 
+def test_what_waits_for_a_later_stage_counts_once():
+    """A tanh keeps its output, which its backward needs; a factor keeps nothing, so its gift is held besides."""
+    x, y = np.ones((256, 64), np.float32), np.zeros((256, 64), np.float32)
+    layers = [
+        giving(dense("tanh", 64, 64), "b"),
+        giving(apply("twice", lambda x: x * 2.0), "a"),
+        dense("last", 64, 64),
+        join("join", 64, 64, "a", "b"),
+    ]
+    stages = stage_bytes(layers, x, num_stages=4, loss_fn=lambda output: mg.mse(output, y))
+    array = 4 * 256 * 64
+    assert [stage.gifts for stage in stages] == [((3, array, array),), ((3, array, 0),), (), ()]
+    found = from_json(to_json({4: stages}, num_microbatches=2, num_shards=1), "x")
+    assert found.stages_of(4) == stages
+    timeline = simulate(SCHEDULES["gpipe"].orders(4, 2), num_stages=4)
+    plain = Measured(lambda _: [replace(stage, gifts=()) for stage in stages])
+    more = np.subtract(found.peaks(timeline, 4, round_robin), plain.peaks(timeline, 4, round_robin))
+    # Rank 1 holds two values until rank 3 takes them, rank 0 nothing more; on rank 3 gradients wait likewise.
+    assert list(more[:3]) == [0, 2 * array, 0]
+    assert 0 <= more[3] <= 4 * array
+    assert found.activations(4)[:2] == [stages[0].activations, stages[1].activations + array]
+
+
 def test_wrong_sizes_are_refused():
     stage = StageBytes(100, 100, 200, 10, 4, 3, 2)
     with pytest.raises(ValueError, match="1f1b has 2 stages, got 3"):
@@ -76,6 +103,6 @@ def test_the_command_measures_a_model(capsys):
 @needs_mpirun
 @pytest.mark.long
 def test_it_is_within_5_percent_of_the_peak_of_a_real_pipeline():
-    names = ["gpipe", "1f1b", "zbv", "zero_bubble_h1"]
+    names = ["gpipe", "1f1b", "zbv", "zero_bubble_h1", "unet:gpipe"]
     result = run_job(["-m", "mpi4py", str(JOB), *names], ranks=2)
     assert result.returncode == 0, result.stderr[-2000:]

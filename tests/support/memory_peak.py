@@ -3,8 +3,10 @@
 import gc
 import sys
 import tracemalloc
+from typing import Any
 
 import numpy as np
+from toy_pipeline import apply, dense, giving, join
 
 import minigrad as mg
 from distributed import world
@@ -18,19 +20,39 @@ NUM_MICROBATCHES, SAMPLES = 8, 4
 RULE = optim.AdamW(lr=1e-3)
 
 
+def small_gpt() -> tuple[list[Any], Any, Any]:
+    """Return layers, inputs and targets."""
+    layers = gpt.layers(gpt.GPTConfig(vocab_size=64, context=32, num_layers=6, num_heads=2, width=64, dropout=0.1))
+    tokens = np.random.default_rng(0).integers(0, 64, (NUM_MICROBATCHES * SAMPLES, 33))
+    return layers, tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+
+def small_unet() -> tuple[list[Any], Any, Any]:
+    """Return the same of a model with skip connections."""
+    layers = [
+        giving(dense("down0", 32, 32), "a"),
+        giving(apply("down1", lambda x: x * 2.0), "b"),
+        *(dense(f"mid{i}", 32, 32) for i in range(20)),
+        join("up1", 32, 32, "b"),
+        join("up0", 32, 32, "a"),
+    ]
+    generator = np.random.default_rng(0)
+    samples = NUM_MICROBATCHES * 1024
+    return layers, generator.standard_normal((samples, 32)).astype(np.float32), generator.integers(0, 32, samples)
+
+
 def main() -> None:
     """Fail where the two differ by more than 5%."""
     comm = world()
-    layers = gpt.layers(gpt.GPTConfig(vocab_size=64, context=32, num_layers=6, num_heads=2, width=64, dropout=0.1))
-    tokens = np.random.default_rng(0).integers(0, 64, (NUM_MICROBATCHES * SAMPLES, 33))
-    x, y = tokens[:, :-1].copy(), tokens[:, 1:].copy()
     for name in sys.argv[1:]:
-        schedule = SCHEDULES[name]
+        layers, x, y = small_unet() if name.startswith("unet:") else small_gpt()
+        schedule = SCHEDULES[name.removeprefix("unet:")]
+        samples = len(x) // NUM_MICROBATCHES
         kept = stage_bytes(
             layers,
-            x[:SAMPLES],
+            x[:samples],
             num_stages=schedule.num_stages(comm.size),
-            loss_fn=lambda output: mg.cross_entropy(output, y[:SAMPLES]),
+            loss_fn=lambda output, y=y[:samples]: mg.cross_entropy(output, y),
             rule=RULE,
         )
         said = rank_bytes(kept, schedule, num_ranks=comm.size, num_microbatches=NUM_MICROBATCHES)[comm.rank]
