@@ -56,7 +56,7 @@ def our_steps(size: str, comm: Communicator) -> dict[str, Step]:
             optimizer.step()
             return loss
 
-        captured = CapturedStep(step, optimizer)
+        captured = CapturedStep(step, optimizer, gather=comm.gather_objects)
         return (lambda: captured(x, y)), ddp
 
     alone, _ = new_step(reduces=False)

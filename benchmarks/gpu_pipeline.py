@@ -56,7 +56,7 @@ class Training:
         shape = (size * NUM_MICROBATCHES, config.context + 1)
         ids = np.random.default_rng(0).integers(0, config.vocab_size, shape)
         self.batch = to_device(ids[:, :-1].copy()), to_device(ids[:, 1:].copy())
-        self.graph = CapturedStep(self._step, self._optimizer)
+        self.graph = CapturedStep(self._step, self._optimizer, gather=comm.gather_objects)
 
     def step(self) -> Any:
         return self.graph(*self.batch)

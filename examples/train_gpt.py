@@ -227,7 +227,7 @@ class Training:
         self.captured: CapturedStep | None = None
         if settings.graph != "off" and not settings.why_no_graph and (dp == 1 or "NCCL" in comm.library):
             self.optimizer = Optimizer(self.ddp.params, rule, max_norm=settings.clip or math.inf, loss_scale=scale)
-            self.captured = CapturedStep(self._step, self.optimizer)
+            self.captured = CapturedStep(self._step, self.optimizer, gather=comm.gather_objects)
         else:
             self.optimizer = self.ddp.optimizer(rule)
         if self.hook is not None:

@@ -8,7 +8,8 @@ What a graph replays is exactly what was launched while it was captured: a Pytho
 changes from step to step lies on the device. Whatever asks the device for an answer cannot be part of it, and is
 refused with its place in the code.
 
-Each shape has a graph and a pool of memory of its own, which live and die together.
+Each shape has a graph and a pool of memory of its own, which live and die together. Of several ranks a graph has also
+what they told each other while it was captured, such as how much each weighs: so there it is one of the shapes on all.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from __future__ import annotations
 import ctypes
 import linecache
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from minigrad.backend import Array, cuda_library, cupy, xp_of
-from minigrad.mode import current_hook
+from minigrad.mode import Capture, capturing, current_hook
 from minigrad.optim import Optimizer
 from minigrad.tensor import Tensor
 
@@ -47,11 +48,19 @@ class CapturedStep:
         step: (*arrays) -> what it computes on the GPU: tensors, arrays, tuples of them, or None. It must do the same
             each time, and neither move data between host and device nor ask the device anything.
         optimizer: that `step` steps, once; an AdamW of float32 parameters. It clips with its own `max_norm`.
+        gather: of a step of several ranks: returns what all of them give, as `comm.gather_objects` does. A graph is
+            then one of the shapes on all ranks, by which they weigh, and all take theirs in the same step.
     Raises:
         ValueError: this optimizer asks the device in its step.
     """
 
-    def __init__(self, step: Callable[..., Any], optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        optimizer: Optimizer,
+        *,
+        gather: Callable[[Any], Sequence[Any]] | None = None,
+    ) -> None:
         if not optimizer.asks_nothing:
             raise ValueError(
                 "a step can be captured with an AdamW of float32 parameters on a GPU, got another optimizer"
@@ -59,18 +68,23 @@ class CapturedStep:
         self._cp = cupy()
         self._step = step
         self._optimizer = optimizer
+        self._gather = gather
         self._stream = self._cp.cuda.Stream()  # waits for the default stream, and the default stream for it
         self._shapes: dict[Any, _Shape] = {}
 
     def __call__(self, *inputs: Array) -> Any:
         """Train one step, and return what `step` returned for these inputs; it holds until the next call.
 
+        Collective with `gather`.
+
         Args:
             inputs: arrays of the host or of the GPU.
         Raises:
             RuntimeError: the step does something that cannot be captured: says what, and where.
         """
-        key = tuple([(x.shape, x.dtype.str) for x in inputs])
+        key: Any = tuple([(x.shape, x.dtype.str) for x in inputs])
+        if self._gather is not None:
+            key = key, tuple(self._gather(key))
         shape = self._shapes.get(key)
         with self._stream:
             if shape is None:
@@ -123,7 +137,8 @@ class CapturedStep:
             with self._cp.cuda.using_allocator(shape.pool.malloc):
                 self._stream.begin_capture()
                 try:
-                    shape.result = self._step(*shape.inputs)
+                    with capturing(Capture.ALONE if self._gather is None else Capture.TOGETHER):
+                        shape.result = self._step(*shape.inputs)
                 except Exception as error:
                     self._abandon()
                     raise RuntimeError(

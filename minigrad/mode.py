@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from minigrad.backend import Array
@@ -53,15 +54,24 @@ class Seen(NamedTuple):
     seconds: float
 
 
+class Capture(Enum):
+    """Whether what runs becomes part of a CUDA graph, and for which ranks."""
+
+    NONE = "none"
+    ALONE = "alone"  # other ranks do not know when this one replays it
+    TOGETHER = "together"  # all of them replay theirs in the same step
+
+
 class Mode(NamedTuple):
     """How ops run here and now.
 
-    That is whether they record, inside which hook, and whether it is the second time.
+    That is whether they record, inside which hook, whether it is the second time, and whether they are captured.
     """
 
     recording: bool = True
     hook: OpHook | None = None
     replaying: bool = False
+    capture: Capture = Capture.NONE
 
 
 _PLAIN = Mode()
@@ -103,6 +113,13 @@ def replaying() -> Iterator[None]:
 
 
 @contextmanager
+def capturing(capture: Capture) -> Iterator[None]:
+    """Let those inside know that they are captured."""
+    with _set_mode(current_mode.get()._replace(capture=capture)):
+        yield
+
+
+@contextmanager
 def _set_mode(mode: Mode) -> Iterator[None]:
     token = current_mode.set(mode)
     try:
@@ -119,6 +136,26 @@ def is_recording() -> bool:
 def current_hook() -> OpHook | None:
     """Return the hook that ops run in here and now."""
     return current_mode.get().hook
+
+
+def check_told_again(what: str, *, by_shapes: bool = True) -> None:
+    """Refuse to be captured where ranks tell each other something: a graph would keep it for good.
+
+    Args:
+        what: they tell each other.
+        by_shapes: whether it follows from the shapes of all ranks' inputs: then it may be captured for all together.
+    Raises:
+        RuntimeError: a step is being captured, and not so.
+    """
+    capture = current_mode.get().capture
+    if capture is Capture.NONE or (by_shapes and capture is Capture.TOGETHER):
+        return
+    if not by_shapes:
+        raise RuntimeError(f"{what} cannot be part of a captured step, which would keep this step's for good")
+    raise RuntimeError(
+        f"ranks tell each other {what}: a step of several is captured with "
+        "CapturedStep(step, optimizer, gather=comm.gather_objects), so that all of them take the same graph"
+    )
 
 
 def is_replaying() -> bool:

@@ -120,7 +120,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
         parents: list[Node | Tensor] = []  # where those come from
         versions: tuple[Version, ...] = ()
         weight_side: bool | None = None
-        recording, hook, _ = current_mode.get()
+        recording, hook, _, _ = current_mode.get()
         for x in args:
             if isinstance(x, Tensor):
                 if x.requires_grad:

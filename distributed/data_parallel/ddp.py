@@ -28,6 +28,7 @@ from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
 from minigrad.hooks import Hooks
+from minigrad.mode import check_told_again
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Parameter
@@ -162,6 +163,8 @@ class DistributedDataParallel:
                 on every rank.
             RuntimeError: the last backward is not over.
         """
+        if mean_over is not None or (weight is not None and self.comm.size > 1):
+            check_told_again("the weight of a loss", by_shapes=False)
         if self._is_exact and mean_over is not None:
             raise ValueError(
                 "with sums='exact' each loss weighs by itself: give `weight`, of all losses of this rank, and start "
@@ -181,6 +184,8 @@ class DistributedDataParallel:
             RuntimeError: the last backward is not over.
         """
         self.buckets.check_idle()
+        if self.comm.size > 1:
+            check_told_again("how many samples they have")
         waiting = self.comm.waiting_for("the number of samples of each rank, in ddp.hooks")
         with self.recorder.span("wait", "sample counts"), waiting:
             return self.comm.allgather(count(num_samples, weight)).wait()

@@ -16,6 +16,7 @@ from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.backend import Array
+from minigrad.mode import check_told_again
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import SPEC_COLUMNS, ArraySpec
 from pipeline.runtime.step import Batch, Mode, StepInputs
@@ -59,6 +60,8 @@ class Handshake:
         Raises:
             ValueError: the first rank's mistake, or a difference between ranks; the same message on every rank.
         """
+        if self.comm.size > 1:
+            check_told_again("the shapes of a batch")
         inputs: list[Array] | None = None
         targets: list[Array] | None = None
         weights_given: list[float] | None = None

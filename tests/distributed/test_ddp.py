@@ -19,6 +19,7 @@ from common.train_gpt_settings import TrainSettings
 from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, broadcast_params
 from distributed.data_parallel.comm_hooks import compressed
 from minigrad.flat import zero_grad
+from minigrad.mode import Capture, capturing
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.nn import Module
 from minigrad.optim import SGD, AdamW, Optimizer, Rule
@@ -1019,3 +1020,31 @@ def test_a_model_without_parameters_is_nothing_to_reduce(ranks):
         assert ddp.mean(float(comm.rank)) == pytest.approx((comm.size - 1) / 2)
 
     ranks.run(program)
+
+
+@pytest.mark.parametrize("kind", ["data parallel", "pipeline"])
+def test_a_step_that_is_captured_for_one_rank_alone_is_refused(kind: str) -> None:
+    """Its graph would keep what ranks told each other once: their samples, by which they weigh, and their shapes."""
+
+    def program(comm: Any) -> None:
+        if kind == "data parallel":
+            ddp = DistributedDataParallel(MLP([3, 2]), comm)
+            run = lambda: ddp.hooks(num_samples=1)  # noqa: E731
+        else:
+            schedule = SCHEDULES["gpipe"]
+            stages = PipelineStage.of([("a", lambda _: mg.tanh), ("b", lambda _: mg.tanh)], comm, schedule)
+            pipe = PipelineExecutor(stages, comm, schedule, num_microbatches=1, loss_fn=lambda x, y: mg.sum(x * y))
+            run = lambda: pipe.evaluate(np.ones((2, 3)), np.ones((2, 3)))  # noqa: E731
+        with (
+            capturing(Capture.ALONE),
+            pytest.raises(RuntimeError, match=r"ranks tell each other .*gather=comm\.gather_"),
+        ):
+            run()
+        with capturing(Capture.TOGETHER):
+            run()
+        if kind == "data parallel":
+            for given in ({"weight": 2.0}, {"mean_over": 2.0}):
+                with capturing(Capture.TOGETHER), pytest.raises(RuntimeError, match="the weight of a loss cannot be"):
+                    ddp.hooks(num_samples=1, **given)
+
+    LocalWorld(2).run(program)

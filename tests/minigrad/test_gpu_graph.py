@@ -211,6 +211,21 @@ def test_train_gpt_on_a_gpu(tmp_path: Path) -> None:
     assert max(losses.values()) - min(losses.values()) < 0.02, losses
 
 
+def test_a_graph_of_several_ranks_is_one_of_the_shapes_on_all() -> None:
+    """When another rank's batch has another size this one's graph is no longer right: it weighs more in the mean."""
+    training, calls, others = Training("bfloat16"), [], ["(4, 32)"]
+
+    def step(x: Any, y: Any) -> mg.Tensor:
+        calls.append(others[0])
+        return training.step(x, y)
+
+    captured = CapturedStep(step, training.optimizer, gather=lambda key: [key, others[0]])
+    for other, (x, y) in zip(["even"] * 5 + ["uneven"] * 5 + ["even"] * 2, batches(12), strict=True):
+        others[0] = other
+        assert np.isfinite(captured(x, y).item())
+    assert calls == ["even"] * (NUM_WARMUP_CALLS + 1) + ["uneven"] * (NUM_WARMUP_CALLS + 1)
+
+
 def test_memory_returns_when_the_graphs_go() -> None:
     training = Training("bfloat16")
     captured = CapturedStep(training.step, training.optimizer)
