@@ -124,7 +124,7 @@ def test_activations_of_nan_and_infinity_are_the_cpus(dtype: str, op: Any) -> No
     ("m", "k", "n"), [(1, 1, 1), (5, 7, 3), (64, 128, 65), (130, 65, 257), (8, 768, 2304), (300, 1, 9)]
 )
 def test_products_of_all_layouts(dtype: str, m: int, k: int, n: int) -> None:
-    a, b, bias = draw(dtype, m, k), draw(dtype, k, n), draw(dtype, n)
+    a, b, bias, beside = draw(dtype, m, k), draw(dtype, k, n), draw(dtype, n), draw(dtype, m, n)
     expected = wide(a) @ wide(b)
     lefts = [to_device(a), to_device(a.T.copy()).T, unaligned(a), to_device(np.repeat(a, 2, axis=1))[:, ::2]]
     rights = [to_device(b), to_device(b.T.copy()).T, to_device(np.concatenate([b, b], axis=1))[:, :n]]
@@ -139,10 +139,15 @@ def test_products_of_all_layouts(dtype: str, m: int, k: int, n: int) -> None:
                 gpu.product(left, right, out, add)
                 np.testing.assert_allclose(to_host(out), expected + add, rtol=1e-5, atol=1e-5 * (1 + k))
     for place in (to_device, unaligned):  # rounded twice where the bias is added to what was rounded
-        y = gpu.linear(lefts[0], rights[0], place(bias))
-        np.testing.assert_allclose(
-            wide(to_host(y)), expected + wide(bias), rtol=2 * tight, atol=2 * tight * (2 + k**0.5)
-        )
+        for passing in (
+            [],
+            [to_device(beside)],
+            [unaligned(beside)],
+            [to_device(np.repeat(beside, 2, axis=1))[:, ::2]],
+        ):
+            y = gpu.linear(lefts[0], rights[0], place(bias), *passing)
+            total = expected + wide(bias) + (wide(beside) if passing else 0)
+            np.testing.assert_allclose(wide(to_host(y)), total, rtol=2 * tight, atol=2 * tight * (3 + k**0.5))
 
 
 @each_dtype
@@ -150,7 +155,7 @@ def test_products_of_all_layouts(dtype: str, m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(9, 16, 64), (9, 16, 61), (130, 768, 3072), (1, 8, 8), (0, 8, 8)])
 def test_a_linear_map_and_gelu(dtype: str, exact: bool, m: int, n: int, k: int) -> None:
     """One product each way where cuBLASLt has one, the same numbers where not."""
-    x, w1, b1, w2, b2 = (draw(dtype, *shape) for shape in ((m, n), (n, k), (k,), (k, n), (n,)))
+    x, w1, b1, w2, b2, z = (draw(dtype, *shape) for shape in ((m, n), (n, k), (k,), (k, n), (n,), (m, n)))
     w1, w2, g = w1 * w1.dtype.type(n**-0.5), w2 * w2.dtype.type(k**-0.5), draw(dtype, m, n)
 
     def trained(*arrays: Any) -> list[Any]:
@@ -159,7 +164,7 @@ def test_a_linear_map_and_gelu(dtype: str, exact: bool, m: int, n: int, k: int) 
         mg.backward_with_grad(y, arrays[-1])
         return [y.data, *(t.grad for t in tensors)]
 
-    arrays = [x, w1, b1, w2, b2, g]
+    arrays = [x, w1, b1, w2, b2, z, g]
     expected = trained(*map(wide, arrays))
     for place in (to_device, unaligned):
         for found, want in zip(trained(*map(place, arrays)), expected, strict=True):

@@ -1,7 +1,8 @@
 """Matrix products of NVIDIA's cuBLASLt, and stacks of them: transposed or not, float32 results of half operands.
 
 CuPy's own products round to the operands' dtype, have no bfloat16 stacks, and cannot be captured in a graph. Here a
-product writes, or adds, into an array of float32 that may be the gradient itself, and adds a bias on the way.
+product writes, or adds, into an array of float32 that may be the gradient itself, and adds a bias or what passes it by
+on the way.
 
 cuBLASLt thinks in columns: a row-major matrix is the transpose of what it sees, so that y = a b is computed as
 y^T = b^T a^T, with the operands in turn. What was found out about one kind of product is kept in a plan.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,23 +31,7 @@ _MAX_WORKSPACE, _REDUCTIONS, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # attributes 
 _REDUCE_IN_COMPUTE_TYPE, _REDUCE_IN_OUTPUT_TYPE = 2, 4  # parts of a long sum: never rounded to half first
 _EPILOGUE_NONE, _EPILOGUE_BIAS, _EPILOGUE_GELU_AUX_BIAS, _EPILOGUE_DGELU = 1, 4, 164, 192
 _ALIGNMENT_BYTES = 256  # more than this no algorithm asks for
-
-
-class _Matrix(NamedTuple):
-    """How cuBLASLt sees an array."""
-
-    pointer: int
-    dtype: str
-    rows: int  # of the array whose rows lie one after the other, which is the transpose where `transposed`
-    columns: int
-    stride: int
-    transposed: bool
-    num_stacked: int
-    stack_stride: int
-
-    @property
-    def alignment(self) -> int:
-        return min(_ALIGNMENT_BYTES, self.pointer & -self.pointer)
+_ALGORITHM_WORDS = 12  # of 8 bytes: cublasLtMatmulHeuristicResult_t, which begins with the algorithm
 
 
 class CublasLt:
@@ -64,10 +50,9 @@ class CublasLt:
         self._product = self._library.cublasLtMatmul
         pointer = ctypes.c_void_p
         self._product.argtypes = [pointer] * 14 + [ctypes.c_size_t, pointer]  # plain integers: half the time of a call
-        self._set = self._library.cublasLtMatmulDescSetAttribute
-        self._set.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
+        self._library.cublasLtMatmulDescSetAttribute.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[_Kind, _Plan] = {}
         self._workspaces: dict[int, Array] = {}  # by stream: two streams must not share one
         self._lock = threading.Lock()  # a plan is told where a bias lies before its product: no other thread between
         self._thread = threading.local()
@@ -79,16 +64,18 @@ class CublasLt:
         out: Array,
         *,
         add: bool = False,
+        beside: Array | None = None,
         bias: Array | None = None,
         before_gelu: Array | None = None,
     ) -> None:
-        """Do out = a b, or out += a b, plus a bias on every row.
+        """Do out = a b, or out += a b, plus what is given besides.
 
         Args:
             a: (m, k), b: (k, n): of one dtype, float32 or a half one; rows or columns contiguous, no length 0.
                 Or stacks of as many of them, (s, m, k) and (s, k, n).
             out: (m, n), or (s, m, n), with contiguous rows, float32 or of the operands' dtype.
-            bias: (n,) contiguous, aligned to 16 bytes, of the dtype of `out`.
+            beside: added instead of `out`: of its shape and dtype, with contiguous rows.
+            bias: added to every row: (n,) contiguous, aligned to 16 bytes, of the dtype of `out`.
             before_gelu: (m, n) contiguous, of the dtype of `out`, a half one, n divisible by 8. With a bias a b + bias
                 goes here, and its GELU, tanh form, into `out`. Without, out = a b gelu'(before_gelu).
         """
@@ -98,145 +85,144 @@ class CublasLt:
         if not hasattr(self._thread, "has_context"):  # cuBLASLt fails in a new thread that has not called the runtime
             self._cp.cuda.Device().use()
             self._thread.has_context = True
-        with self._lock:
-            self._run(_matrix(b), _matrix(a), _matrix(out), epilogue, bias, before_gelu, add=add)
-
-    def _run(
-        self,
-        first: _Matrix,
-        second: _Matrix,
-        target: _Matrix,
-        epilogue: int,
-        bias: Array | None,
-        before_gelu: Array | None,
-        *,
-        add: bool,
-    ) -> None:
-        key = (*first[1:], first.alignment, *second[1:], second.alignment, *target[1:], target.alignment, epilogue)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(first, second, target, epilogue, bias, before_gelu)
-        if bias is not None:
-            plan.bias.value = address(bias)
-            _check(self._set(plan.product, _BIAS_POINTER, ctypes.addressof(plan.bias), 8))
-        if before_gelu is not None:
-            plan.aux.value = address(before_gelu)
-            _check(self._set(plan.product, _AUX_POINTER, ctypes.addressof(plan.aux), 8))
+        target = _Layout.of(out)
+        added, its_layout = (out, target) if beside is None else (beside, _Layout.of(beside))
+        kind = _Kind(_Layout.of(b), _Layout.of(a), its_layout, target, epilogue)
         stream = self._cp.cuda.get_current_stream().ptr
-        workspace = self._workspaces.get(stream)
-        if workspace is None:
-            workspace = self._workspaces[stream] = self._new_workspace()
-        _check(
-            self._product(
-                self._handle.value,
-                plan.product,
-                ctypes.addressof(self._one),
-                first.pointer,
-                plan.first,
-                second.pointer,
-                plan.second,
-                ctypes.addressof(self._one if add else self._zero),
-                target.pointer,
-                plan.target,
-                target.pointer,
-                plan.target,
-                ctypes.addressof(plan.algorithm),
-                address(workspace),
-                _WORKSPACE_BYTES,
-                stream,
+        with self._lock:
+            plan = self._plans.get(kind)
+            if plan is None:
+                plan = self._plans[kind] = self._new_plan(kind, bias, before_gelu)
+            for attribute, held, array in ((_BIAS_POINTER, plan.bias, bias), (_AUX_POINTER, plan.aux, before_gelu)):
+                if array is not None:
+                    held.value = address(array)
+                    self._set(plan.product, attribute, held)
+            workspace = self._workspaces.get(stream)
+            if workspace is None:
+                workspace = self._workspaces[stream] = self._new_workspace()
+            factor = self._one if add or beside is not None else self._zero
+            first_at, second_at, added_at, target_at = plan.layouts
+            _check(
+                self._product(
+                    self._handle.value,
+                    plan.product,
+                    ctypes.addressof(self._one),
+                    address(b),
+                    first_at,
+                    address(a),
+                    second_at,
+                    ctypes.addressof(factor),
+                    address(added),
+                    added_at,
+                    address(out),
+                    target_at,
+                    ctypes.addressof(plan.algorithm),
+                    address(workspace),
+                    _WORKSPACE_BYTES,
+                    stream,
+                )
             )
-        )
 
     def _new_workspace(self) -> Array:
         with self._cp.cuda.using_allocator(None):  # of no pool: it outlives every graph
             return self._cp.empty(_WORKSPACE_BYTES, np.uint8)
 
-    def _plan(
-        self,
-        first: _Matrix,
-        second: _Matrix,
-        target: _Matrix,
-        epilogue: int,
-        bias: Array | None,
-        before_gelu: Array | None,
-    ) -> _Plan:
-        product, preference = ctypes.c_void_p(), ctypes.c_void_p()
-        compute = self._compute.get(first.dtype, _COMPUTE_FLOAT32)
+    def _new_plan(self, kind: _Kind, bias: Array | None, before_gelu: Array | None) -> _Plan:
+        """Describe a kind of product to cuBLASLt, and take the algorithm that it thinks the fastest."""
+        product, found, num_found = ctypes.c_void_p(), (ctypes.c_uint64 * _ALGORITHM_WORDS)(), ctypes.c_int()
+        compute = self._compute.get(kind.first.dtype, _COMPUTE_FLOAT32)
         _check(self._library.cublasLtMatmulDescCreate(ctypes.byref(product), compute, _FLOAT32))
-        self._set_number(product, _TRANSPOSE_FIRST, ctypes.c_int32(first.transposed))
-        self._set_number(product, _TRANSPOSE_SECOND, ctypes.c_int32(second.transposed))
-        pointer, aux = (ctypes.c_uint64(0 if x is None else address(x)) for x in (bias, before_gelu))
-        self._set_number(product, _EPILOGUE, ctypes.c_uint32(epilogue))
-        if bias is not None:
-            self._set_number(product, _BIAS_POINTER, pointer)
-        if before_gelu is not None:
-            self._set_number(product, _AUX_POINTER, aux)
-            self._set_number(product, _AUX_STRIDE, ctypes.c_int64(before_gelu.shape[1]))
-        layouts = [self._layout(matrix) for matrix in (first, second, target)]
-        _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
-        in_output_type = _REDUCE_IN_OUTPUT_TYPE if target.dtype == "float32" else 0
+        bias_at, aux_at = (ctypes.c_uint64(0 if x is None else address(x)) for x in (bias, before_gelu))
         wishes: dict[int, Any] = {
-            _MAX_WORKSPACE: ctypes.c_uint64(_WORKSPACE_BYTES),
-            _REDUCTIONS: ctypes.c_uint32(_REDUCE_IN_COMPUTE_TYPE | in_output_type),
+            _TRANSPOSE_FIRST: ctypes.c_int32(kind.first.transposed),
+            _TRANSPOSE_SECOND: ctypes.c_int32(kind.second.transposed),
+            _EPILOGUE: ctypes.c_uint32(kind.epilogue),
         }
-        for attribute, matrix in zip(_MIN_ALIGNMENTS, (first, second, target, target), strict=True):
-            wishes[attribute] = ctypes.c_uint32(matrix.alignment)
+        if bias is not None:
+            wishes[_BIAS_POINTER] = bias_at
+        if before_gelu is not None:
+            wishes |= {_AUX_POINTER: aux_at, _AUX_STRIDE: ctypes.c_int64(before_gelu.shape[1])}
         for attribute, value in wishes.items():
-            _check(
-                self._library.cublasLtMatmulPreferenceSetAttribute(
-                    preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
-                )
-            )
-        algorithm, num_found = (ctypes.c_uint64 * 12)(), ctypes.c_int()  # cublasLtMatmulHeuristicResult_t: 96 bytes
+            self._set(product.value, attribute, value)
+        matrices = (kind.first, kind.second, kind.added, kind.target)
+        layouts, preference = [self._new_layout(matrix) for matrix in matrices], self._new_preference(matrices)
         _check(
             self._library.cublasLtMatmulAlgoGetHeuristic(
-                self._handle,
-                product,
-                *layouts,
-                layouts[-1],
-                preference,
-                1,
-                ctypes.byref(algorithm),
-                ctypes.byref(num_found),
+                self._handle, product, *layouts, preference, 1, ctypes.byref(found), ctypes.byref(num_found)
             )
         )
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         if not num_found.value:
-            raise RuntimeError(f"cuBLASLt has no algorithm for {first}, {second} and {target}")
-        first_at, second_at, target_at = (layout.value for layout in layouts)
-        return _Plan(product.value, first_at, second_at, target_at, algorithm, pointer, aux)
+            raise RuntimeError(f"cuBLASLt has no algorithm for {kind}")
+        return _Plan(product.value, tuple([layout.value for layout in layouts]), found, bias_at, aux_at)
 
-    def _layout(self, matrix: _Matrix) -> ctypes.c_void_p:
-        layout = ctypes.c_void_p()
-        _check(
-            self._library.cublasLtMatrixLayoutCreate(
-                ctypes.byref(layout),
-                _DATA_TYPES[matrix.dtype],
-                ctypes.c_uint64(matrix.columns),
-                ctypes.c_uint64(matrix.rows),
-                ctypes.c_int64(matrix.stride),
-            )
-        )
+    def _new_layout(self, matrix: _Layout) -> ctypes.c_void_p:
+        layout, columns, rows = ctypes.c_void_p(), ctypes.c_uint64(matrix.columns), ctypes.c_uint64(matrix.rows)
+        dtype, stride = _DATA_TYPES[matrix.dtype], ctypes.c_int64(matrix.stride)
+        _check(self._library.cublasLtMatrixLayoutCreate(ctypes.byref(layout), dtype, columns, rows, stride))
         stack = {_BATCH_COUNT: ctypes.c_int32(matrix.num_stacked), _BATCH_STRIDE: ctypes.c_int64(matrix.stack_stride)}
-        for attribute, value in stack.items():
-            _check(
-                self._library.cublasLtMatrixLayoutSetAttribute(
-                    layout, attribute, ctypes.byref(value), ctypes.sizeof(value)
-                )
-            )
+        _set_all(self._library.cublasLtMatrixLayoutSetAttribute, layout, stack)
         return layout
 
-    def _set_number(self, product: ctypes.c_void_p, attribute: int, value: Any) -> None:
-        _check(self._set(product.value, attribute, ctypes.addressof(value), ctypes.sizeof(value)))
+    def _new_preference(self, matrices: tuple[_Layout, ...]) -> ctypes.c_void_p:
+        """Say what an algorithm may use and take for granted."""
+        preference = ctypes.c_void_p()
+        _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
+        in_output_type = _REDUCE_IN_OUTPUT_TYPE if matrices[-1].dtype == "float32" else 0
+        wishes: dict[int, Any] = {
+            _MAX_WORKSPACE: ctypes.c_uint64(_WORKSPACE_BYTES),
+            _REDUCTIONS: ctypes.c_uint32(_REDUCE_IN_COMPUTE_TYPE | in_output_type),
+        }
+        for attribute, matrix in zip(_MIN_ALIGNMENTS, matrices, strict=True):
+            wishes[attribute] = ctypes.c_uint32(matrix.alignment)
+        _set_all(self._library.cublasLtMatmulPreferenceSetAttribute, preference, wishes)
+        return preference
+
+    def _set(self, product: int | None, attribute: int, value: Any) -> None:
+        at, size = ctypes.addressof(value), ctypes.sizeof(value)
+        _check(self._library.cublasLtMatmulDescSetAttribute(product, attribute, at, size))
+
+
+class _Layout(NamedTuple):
+    """How cuBLASLt sees an array."""
+
+    dtype: str
+    rows: int  # of the array whose rows lie one after the other, which is the transpose where `transposed`
+    columns: int
+    stride: int
+    transposed: bool
+    num_stacked: int
+    stack_stride: int
+    alignment: int
+
+    @staticmethod
+    def of(x: Array) -> _Layout:
+        (rows, columns), (by_row, by_column), size = x.shape[-2:], x.strides[-2:], x.itemsize
+        pointer, stack = address(x), (1, 0) if x.ndim == 2 else (len(x), x.strides[0] // size)
+        transposed = not ((by_column == size or columns == 1) and (by_row >= columns * size or rows == 1))
+        if transposed:
+            rows, columns, by_row = columns, rows, by_column
+        stride = max(columns, by_row // size) if rows > 1 else columns
+        return _Layout(
+            x.dtype.name, rows, columns, stride, transposed, *stack, min(_ALIGNMENT_BYTES, pointer & -pointer)
+        )
+
+
+class _Kind(NamedTuple):
+    """All that an algorithm is chosen by; operands in cuBLASLt's order."""
+
+    first: _Layout
+    second: _Layout
+    added: _Layout
+    target: _Layout
+    epilogue: int
 
 
 class _Plan(NamedTuple):
     """Handles and the chosen algorithm of one kind of product; they live as long as the process."""
 
     product: Any
-    first: Any
-    second: Any
-    target: Any
+    layouts: tuple[Any, ...]
     algorithm: Any
     bias: Any
     aux: Any
@@ -250,14 +236,9 @@ def lines_up(x: Array) -> bool:
     return bool((by_rows or by_columns) and all(stride % size == 0 for stride in x.strides))
 
 
-def _matrix(x: Array) -> _Matrix:
-    (rows, columns), (by_row, by_column), size = x.shape[-2:], x.strides[-2:], x.itemsize
-    pointer, dtype = address(x), x.dtype.name
-    stack = (1, 0) if x.ndim == 2 else (len(x), x.strides[0] // size)
-    if (by_column == size or columns == 1) and (by_row >= columns * size or rows == 1):
-        stride = max(columns, by_row // size) if rows > 1 else columns
-        return _Matrix(pointer, dtype, rows, columns, stride, False, *stack)
-    return _Matrix(pointer, dtype, columns, rows, max(rows, by_column // size) if columns > 1 else rows, True, *stack)
+def _set_all(setter: Any, handle: ctypes.c_void_p, values: Mapping[int, Any]) -> None:
+    for attribute, value in values.items():
+        _check(setter(handle, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
 
 def _check(status: int) -> None:

@@ -49,12 +49,14 @@ def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> 
 
 
 def linear(x: Array, w: Array, b: Array, beside: Array | None = None) -> Array:
-    if beside is not None:
-        return add(beside, linear(x, w, b))
-    if not (x.size and w.size and address(b) % 16 == 0 and b.flags.c_contiguous):
-        return reference.linear(x, w, b) if not (x.size and w.size) else product(x, w) + b
+    if not (x.size and w.size):
+        return reference.linear(x, w, b, beside)
+    if address(b) % 16 or not b.flags.c_contiguous:
+        y = product(x, w) + b
+        return y if beside is None else add(y, beside)
     y = new_rows(len(x), w.shape[1], x.dtype)
-    _products(cp.cuda.Device().id)(_lined_up(x), _lined_up(w), y, bias=b)
+    passing = None if beside is None else contiguous(beside)
+    _products(cp.cuda.Device().id)(_lined_up(x), _lined_up(w), y, bias=b, beside=passing)
     return y
 
 
