@@ -105,7 +105,8 @@ def describe_gpu() -> str:
     from minigrad.kernels.attention import cudnn_attention
 
     attention = "cuDNN" if cudnn_attention.is_available() else "products (nvidia-cudnn-frontend is not installed)"
-    return f"half precision attention by {attention}" + (", float32 products in TF32" if uses_tf32() else "")
+    half = f"half precision attention by {attention}"
+    return half + (", float32 products and attention in TF32" if uses_tf32() else "")
 
 
 def _why_reference() -> str:

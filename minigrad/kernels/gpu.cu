@@ -509,6 +509,38 @@ extern "C" __global__ void gelu_dx(const T* g, const T* x, T* dx, bool exact, In
     store8(dx, i, end, VECTORS, b);
   });
 }
+// To type T and back, scaled by a power of two that brings the largest of x to [1, 2): none, where there are no parts.
+extern "C" __global__ void largest(const float* x, float* part, Index n) {
+  float top = 0;
+  for (Index i = thread_index() * 8; i < n; i += gridDim.x * (Index)blockDim.x * 8) {
+    V8 a = load8(x, i, n, VECTORS);
+    for (int j = 0; j < 8; j++) top = fmaxf(top, fabsf(a.v[j]));
+  }
+  top = block_max(top);
+  if (!threadIdx.x) part[blockIdx.x] = top;
+}
+extern "C" __global__ void narrow(const float* x, T* y, const float* part, int parts, float* unscale, Index n) {
+  float top = 0, scale = 1;
+  for (int i = threadIdx.x; i < parts; i += blockDim.x) top = fmaxf(top, part[i]);
+  if (parts) {
+    int exponent = (int)(__float_as_uint(block_max(top)) >> 23) - 127;  // 128 of inf
+    if (exponent > -127 && exponent < 127) scale = __uint_as_float((unsigned)(127 - exponent) << 23);
+    if (!thread_index()) *unscale = 1 / scale;
+  }
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) a.v[j] *= scale;
+    store8(y, i, end, VECTORS, a);
+  });
+}
+extern "C" __global__ void widen(const T* x, float* y, const float* unscale, Index n) {
+  float factor = unscale ? *unscale : 1;
+  elementwise(n, [&](Index i, Index end) {
+    V8 a = load8(x, i, end, VECTORS);
+    for (int j = 0; j < 8; j++) a.v[j] *= factor;
+    store8(y, i, end, VECTORS, a);
+  });
+}
 extern "C" __global__ void one_hot(const int* ids, T* y, Index rows, int num_rows, Index stride) {
   Index i = thread_index();
   if (i < rows * stride) put(y + i, ids[i / stride] == i % stride ? 1 : 0);

@@ -308,6 +308,27 @@ def test_attention_of_cudnn_is_the_composed_one(dtype: str, time: int, heads: in
     np.testing.assert_array_equal(to_host(again).view(np.uint16), to_host(dqkv).view(np.uint16))
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-12, 1e12, 0.0])
+@pytest.mark.parametrize("place", [to_device, unaligned], ids=["aligned", "unaligned"])
+def test_attention_in_tf32_has_its_precision_and_float32s_range_of_gradients(
+    monkeypatch: pytest.MonkeyPatch, size: float, place: Any
+) -> None:
+    """It goes through float16, which ends at 6e-8 and 65504."""
+    pytest.importorskip("cudnn")
+    qkv, g = draw("float32", 2, 100, 3 * 2 * 32), draw("float32", 2, 100, 2 * 32) * np.float32(size)
+    assert gpu.causal_attention(to_device(qkv), 2) is None
+    monkeypatch.setenv("CUPY_TF32", "1")
+    exact = mg.Tensor(wide(qkv), requires_grad=True)
+    y = mg.causal_attention(exact, num_heads=2)
+    mg.backward_with_grad(y, wide(g))
+    found, vjp = gpu.causal_attention(place(qkv), 2)
+    dqkv = vjp(place(g))
+    assert found.dtype == dqkv.dtype == np.float32
+    for got, want in ((found, y.data), (dqkv, exact.grad)):
+        error = np.linalg.norm(wide(to_host(got)) - want)
+        assert error <= 2 * TOLERANCE["float16"] * np.linalg.norm(want), error
+
+
 def test_the_table_takes_gpu_kernels_by_dtype() -> None:
     for name in DTYPES:
         x = to_device(draw(name, 2, 3))

@@ -21,6 +21,7 @@ import numpy as np
 from minigrad.backend import Array, address, cupy
 
 _LARGEST_HEAD = 128
+_ALIGNMENT_BYTES = 16
 SUMS = ("ordered", "any")  # MINIGRAD_ATTENTION_SUMS
 
 
@@ -30,17 +31,18 @@ def is_available() -> bool:
     return importlib.util.find_spec("cudnn") is not None
 
 
-def takes(qkv: Array, num_heads: int) -> bool:
-    """Return whether cuDNN computes this shape and dtype."""
-    batch, time, width3 = qkv.shape
+def takes(shape: tuple[int, ...], num_heads: int) -> bool:
+    """Return whether cuDNN computes attention of half precision in this shape."""
+    batch, time, width3 = shape
     head = width3 // (3 * num_heads)
-    sizes = batch > 0 and time > 1 and head % 8 == 0 and 0 < head <= _LARGEST_HEAD
-    return sizes and qkv.itemsize == 2 and qkv.flags.c_contiguous and address(qkv) % 16 == 0 and is_available()
+    return batch > 0 and time > 1 and head % 8 == 0 and 0 < head <= _LARGEST_HEAD and is_available()
 
 
 def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array], Array]]:
     """See `reference.causal_attention`; only where `takes` says so."""
     cp = cupy()
+    if not qkv.flags.c_contiguous or address(qkv) % _ALIGNMENT_BYTES:
+        qkv = qkv.copy(order="C")
     batch, time, width3 = qkv.shape
     width = width3 // 3
     head, device = width // num_heads, cp.cuda.Device().id
@@ -50,7 +52,8 @@ def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array
     plan.forward(qkv, y, stats)
 
     def vjp(g: Array) -> Array:
-        g = cp.ascontiguousarray(g)
+        if not g.flags.c_contiguous or address(g) % _ALIGNMENT_BYTES:
+            g = g.copy(order="C")
         dqkv = cp.empty_like(qkv)
         plan.backward(qkv, y, g, stats, dqkv)
         return dqkv
