@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_pipeline import unet
 
 import minigrad as mg
 from distributed import SoloCommunicator
-from minigrad.backend import to_device, to_host
+from minigrad.backend import place, to_device, to_host
 from minigrad.cuda_graph import CapturedStep
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
@@ -72,6 +73,33 @@ def test_a_pipeline_on_a_gpu_trains_as_one_process_on_a_cpu(ranks: Any, schedule
         np.testing.assert_allclose(found, losses, rtol=loss_tolerance)
         for name, value in own_values.items():
             np.testing.assert_allclose(value, values[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_skip_connections_on_a_gpu_train_as_one_process_on_a_cpu(ranks: Any, schedule: str) -> None:
+    """What goes over stages goes there on the GPU too, its gradient comes back, and forwards beside backwards run."""
+
+    def trained(comm: Any, schedule: str, device: str) -> tuple[list[float], dict[str, Any]]:
+        generator, order = np.random.default_rng(0), SCHEDULES[schedule]
+        stages = PipelineStage.of(unet(), comm, order, device=device)
+        pipe = PipelineExecutor(stages, comm, order, num_microbatches=NUM_MICROBATCHES, loss_fn=mg.mse)
+        optimizer, losses = Optimizer(stages.parameters(), AdamW(1e-2, eps=1e-4)), []
+        for _ in range(4):
+            x, y = (place(generator.standard_normal((9, n)).astype(np.float32), device) for n in (4, 5))
+            optimizer.zero_grad()
+            losses.append(float(pipe.step_on_device(x, y)))
+            optimizer.step()
+        return losses, {p.name: to_host(p.data) for p in stages.parameters()}
+
+    losses, values = trained(SoloCommunicator(), "1f1b", "cpu")
+
+    def program(comm: Any) -> None:
+        found, own_values = trained(comm, schedule, "cuda")
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for name, value in own_values.items():
+            np.testing.assert_allclose(value, values[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
     ranks.run(program)
 
