@@ -1,6 +1,6 @@
 """Ranks: communicators, data parallelism, and what surrounds them."""
 
-from distributed.clipping import clip_by_global_norm
+from distributed.clipping import NormOverRanks, clip_by_global_norm
 from distributed.comm.communicator import Communicator, ReduceOp, Work
 from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
@@ -31,6 +31,7 @@ __all__ = [
     "GradientBucketManager",
     "LocalWorld",
     "Mesh",
+    "NormOverRanks",
     "PipelineTrainer",
     "ReduceOp",
     "SimpleTrainer",

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from distributed.comm.communicator import Communicator
+from distributed.comm.communicator import Array, Communicator
 from distributed.comm.solo import SoloCommunicator
 from minigrad.clipping import check_max_norm, grad_norm, grad_square_sum, scale_to_norm
 from minigrad.parameter import Parameter
@@ -144,6 +144,32 @@ def clip_by_global_norm(part: ModelPart, max_norm: float, gradients: Gradients =
     norm = global_norm(part, gradients)
     gradients.scale_to_norm(part.parameters(), norm, max_norm)
     return norm
+
+
+@dataclass(frozen=True)
+class NormOverRanks:
+    """The whole model for an optimizer of this rank's part: it clips by the norm of all, asking a GPU nothing.
+
+    Making one is collective.
+
+        optimizer = Optimizer(stages.parameters(), rule, max_norm=1.0, norm_over=NormOverRanks(stages))
+
+    Raises:
+        ValueError: some rank holds no parameter, and so has no optimizer that could take part.
+    """
+
+    part: ModelPart
+
+    def __post_init__(self) -> None:
+        num_held = self.part.comm.gather_objects(len(self.part.parameters()))
+        if 0 in num_held:
+            raise ValueError(f"clipping by the norm of all ranks needs parameters on each, got {num_held} by rank")
+
+    def counted_parameters(self) -> Sequence[Parameter]:
+        return self.part.counted_parameters()
+
+    def add_up(self, squares: Array) -> None:
+        self.part.comm.allreduce(squares).wait()
 
 
 def _expansion(values: Sequence[float]) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -14,6 +15,27 @@ from minigrad.backend import Array
 from minigrad.flat import grads_of
 from minigrad.kernels import kernels_of
 from minigrad.parameter import Parameter, check_usable
+
+
+class NormOver(Protocol):
+    """What an optimizer of a part of a model is told of the whole, to clip by its norm: `distributed.NormOverRanks`."""
+
+    def counted_parameters(self) -> Sequence[Parameter]:
+        """Return those that this part counts in a sum over the whole model."""
+        ...
+
+    def add_up(self, squares: Array) -> None:
+        """Add up (1,) sums of squares over all parts, in place, wherever the array lies."""
+        ...
+
+
+def clip_part(params: Sequence[Parameter], whole: NormOver, max_norm: float) -> float:
+    """Clip the gradients of a part of a model by the norm of the whole, and return that, before clipping."""
+    squares = np.array([grad_square_sum(whole.counted_parameters())])
+    whole.add_up(squares)
+    norm = math.sqrt(float(squares[0]))
+    scale_to_norm(params, norm, max_norm)
+    return norm
 
 
 def grad_square_sum(params: Iterable[Parameter]) -> float:

@@ -16,14 +16,16 @@ import numpy as np
 from minigrad import habits
 from minigrad.backend import Array
 from minigrad.clipping import (
+    NormOver,
     check_max_norm,
     check_whole,
     clip_by_global_norm,
+    clip_part,
     grad_norm,
     grad_square_sum,
     scale_to_norm,
 )
-from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, slices_in, zero_grad
+from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, grads_of, slices_in, zero_grad
 from minigrad.parameter import Parameter, check_usable
 from minigrad.precision import LossScale
 from minigrad.update_rules import SGD, Adam, AdamW, DividingRule, LearningRate, Rule, divided
@@ -98,14 +100,15 @@ class Optimizer:
             nan; None: neither. On a GPU this waits for nothing, as `clip_by_global_norm` would; `was_taken` asks.
         loss_scale: of float16: gradients are those of a loss times its factor, and each step updates it. Needs
             max_norm, which may be infinite.
+        norm_over: of parameters of a part of a model: the whole, by whose norm it clips. `step` is collective then.
         parts: of the parameters' memory, what this optimizer updates; all of it by default.
 
     Attributes:
         is_captured: a captured step is under way (`cuda_graph.py`), which calls `advance` itself.
     Raises:
         TypeError: rule is no rule, or params are groups of them, as PyTorch has them.
-        ValueError: max_norm is not positive, or there is a loss_scale without it.
-        RuntimeError: max_norm is given for parameters of a part of a model.
+        ValueError: max_norm is not positive, or there is a loss_scale or a norm_over without it.
+        RuntimeError: max_norm is given for parameters of a part of a model, without norm_over.
     """
 
     @habits.own_options
@@ -117,6 +120,7 @@ class Optimizer:
         decays: Callable[[Parameter], bool] = is_matrix,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
+        norm_over: NormOver | None = None,
         parts: Sequence[FlatRange] | None = None,
     ) -> None:
         if not hasattr(rule, "update"):
@@ -126,13 +130,17 @@ class Optimizer:
             rule.check(self.params)
         if max_norm is not None:
             check_max_norm(max_norm)
-            check_whole(self.params)
+            if norm_over is None:
+                check_whole(self.params)
         elif loss_scale is not None:
             raise ValueError("a loss_scale needs max_norm, by which steps are skipped: infinity does not clip")
+        elif norm_over is not None:
+            raise ValueError("norm_over is for clipping: give max_norm too")
         self.rule = rule
         self.decays = decays
         self.max_norm = max_norm
         self.loss_scale = loss_scale
+        self.norm_over = norm_over
         self.num_steps = 0
         self.is_captured = False
         adopted = FlatBuffer.adopt(self.params)
@@ -196,14 +204,22 @@ class Optimizer:
         if self._whole_step is not None:
             if not self.is_captured:
                 self.advance()
-            self._whole_step.apply([arrays for part in self._parts for arrays in self._on_device(part, part.grad)])
+            arrays = [arrays for part in self._parts for arrays in self._on_device(part, part.grad)]
+            if self.norm_over is None:
+                self._whole_step.apply(arrays)
+            else:
+                self._whole_step.apply(arrays, grads_of(self.norm_over.counted_parameters()), self.norm_over.add_up)
             for part in self._parts:
                 part.note_change("the optimizer", copied=True)
             return
         if self.max_norm is not None:
             if self.loss_scale is not None:
                 self.loss_scale.unscale(self.params)
-            self._norm = clip_by_global_norm(self.params, self.max_norm)
+            self._norm = (
+                clip_by_global_norm(self.params, self.max_norm)
+                if self.norm_over is None
+                else clip_part(self.params, self.norm_over, self.max_norm)
+            )
             allows = math.isfinite if self.loss_scale is None else self.loss_scale.update
             self._was_taken = allows(self._norm)
             if not self._was_taken:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from toy_pipeline import apply, scale
 
-from distributed import DistributedDataParallel, Mesh, clip_by_global_norm
+from distributed import DistributedDataParallel, Mesh, NormOverRanks, SoloCommunicator, clip_by_global_norm
 from distributed.clipping import global_norm
 from minigrad import backward, cross_entropy, optim
 from minigrad.models import gpt
@@ -128,5 +128,42 @@ def test_every_layout_clips_as_one_process_does(ranks):
             for p in stages.parameters():
                 np.testing.assert_allclose(p.grad, grads[p.name], rtol=1e-9, atol=1e-15)
             np.testing.assert_allclose(global_norm(stages), 0.05, rtol=1e-12)
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2, 4)
+def test_an_optimizer_of_a_stage_clips_by_the_norm_of_all(ranks):
+    """Also a tied table, which two ranks hold, counts once: parameters are those of one process."""
+    ids = np.random.default_rng(0).integers(0, 11, (3, 4, 5))
+
+    def train(comm):
+        stages = PipelineStage.of(gpt.layers(CONFIG), comm, ONE, dtype=np.float64)
+        pipe = PipelineExecutor(stages, comm, ONE, num_microbatches=2, loss_fn=cross_entropy)
+        optimizer = Optimizer(stages.parameters(), SGD(1.0), max_norm=0.1, norm_over=NormOverRanks(stages))
+        norms = []
+        for batch in ids:
+            optimizer.zero_grad()
+            pipe.step(batch[:, :-1], batch[:, 1:])
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+        return norms, {p.name: p.data for p in stages.parameters()}
+
+    norms, values = train(SoloCommunicator())
+    assert min(norms) > 0.1
+    for found, own in ranks.run(train):
+        np.testing.assert_allclose(found, norms, rtol=1e-12)
+        for name, value in own.items():
+            np.testing.assert_allclose(value, values[name], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_without_parameters_could_not_take_part(ranks):
+    def program(comm):
+        stages = first_and_last(comm)
+        with pytest.raises(ValueError, match=r"needs parameters on each, got \[1, 0, 1\] by rank"):
+            NormOverRanks(stages)
+        with pytest.raises(ValueError, match="norm_over is for clipping"):
+            Optimizer(stages.parameters(), SGD(1.0), norm_over=stages)
 
     ranks.run(program)

@@ -14,7 +14,7 @@ import pytest
 from toy_pipeline import unet
 
 import minigrad as mg
-from distributed import SoloCommunicator
+from distributed import NormOverRanks, SoloCommunicator
 from minigrad.backend import place, to_device, to_host
 from minigrad.cuda_graph import CapturedStep
 from minigrad.models import gpt
@@ -39,7 +39,9 @@ class Training:
         self.pipe = PipelineExecutor(
             self.stages, comm, order, num_microbatches=NUM_MICROBATCHES, loss_fn=mg.cross_entropy
         )
-        self.optimizer = Optimizer(self.stages.parameters(), AdamW(1e-2, eps=1e-4))
+        self.optimizer = Optimizer(
+            self.stages.parameters(), AdamW(1e-2, eps=1e-4), max_norm=0.5, norm_over=NormOverRanks(self.stages)
+        )
         use_precision(self.stages.parameters(), precision)
 
     def step(self, x: Any, y: Any) -> Any:

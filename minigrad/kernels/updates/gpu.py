@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,15 +99,24 @@ class AdamWStep:
         self._scalars[:2].set(np.array([lr, before], np.float32), stream=cp.cuda.get_current_stream())
         self._num_launched += 1
 
-    def apply(self, parts: Sequence[_Part]) -> None:
+    def apply(
+        self,
+        parts: Sequence[_Part],
+        counted: Sequence[Array] | None = None,
+        add_up: Callable[[Array], None] | None = None,
+    ) -> None:
         """Clip, and update every part."""
-        self.prepare([g for _, g, *_ in parts if g.size] if self._max_norm is not None else [])
+        grads = [g for _, g, *_ in parts] if counted is None else counted
+        self.prepare([g for g in grads if g.size] if self._max_norm is not None else [], add_up)
         for part in parts:
             self.update(*part)
 
-    def prepare(self, grads: Sequence[Array]) -> None:
+    def prepare(self, grads: Sequence[Array], add_up: Callable[[Array], None] | None = None) -> None:
         """Make the numbers of this step, of all gradients where it clips by them."""
         squares = cp.concatenate([square_parts(g) for g in grads]) if grads else cp.zeros(1, np.float64)
+        if add_up is not None:
+            squares = squares.sum(keepdims=True)
+            add_up(squares)
         limit = np.float32(np.inf if self._max_norm is None else self._max_norm)
         args = (squares, squares.size, self._scalars, *self._scale, *self._constants, limit)
         launch("prepare", self._scalars.dtype, 1, args)
