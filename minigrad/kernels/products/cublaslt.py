@@ -7,6 +7,10 @@ on the way.
 cuBLASLt thinks in columns: a row-major matrix is the transpose of what it sees, so that y = a b is computed as
 y^T = b^T a^T, with the operands in turn. What was found out about one kind of product is kept in a plan.
 
+It has several algorithms for a product, and guesses which is the fastest. Where a product is large they are timed when
+one of its kind is first wanted, and only those are taken that give the same bits as the guess: what is chosen by time
+changes no number.
+
 Source: NVIDIA, cuBLAS library documentation, "Using the cuBLASLt API"; numbers are those of its header's enums.
 """
 
@@ -14,12 +18,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minigrad.backend import Array, address, cuda_library, cupy
+from minigrad.kernels.products.layouts import Arrays, Kind, Layout
 
 _WORKSPACE_BYTES = 32 << 20
 _FLOAT32, _COMPUTE_FLOAT32, _COMPUTE_TF32 = 0, 68, 77
@@ -30,8 +35,9 @@ _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a layout
 _MAX_WORKSPACE, _REDUCTIONS, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # attributes of a preference
 _REDUCE_IN_COMPUTE_TYPE, _REDUCE_IN_OUTPUT_TYPE = 2, 4  # parts of a long sum: never rounded to half first
 _EPILOGUE_NONE, _EPILOGUE_BIAS, _EPILOGUE_GELU_AUX_BIAS, _EPILOGUE_DGELU = 1, 4, 164, 192
-_ALIGNMENT_BYTES = 256  # more than this no algorithm asks for
 _ALGORITHM_WORDS = 12  # of 8 bytes: cublasLtMatmulHeuristicResult_t, which begins with the algorithm
+_LARGE = 1 << 30  # multiplications: what takes about 5 us
+_WORTH_IT = 0.98  # of the guess's time
 
 
 class CublasLt:
@@ -39,11 +45,13 @@ class CublasLt:
 
     Args:
         tf32: float32 operands are rounded to 10 bits of fraction, which is several times as fast; sums stay float32.
+        num_candidates: algorithms that are timed for a large product.
     """
 
-    def __init__(self, *, tf32: bool = False) -> None:
+    def __init__(self, *, tf32: bool = False, num_candidates: int = 8) -> None:
         self._cp = cupy()
         self._compute = {"float32": _COMPUTE_TF32} if tf32 else {}
+        self._num_candidates = num_candidates
         self._library = cuda_library("cublasLt")
         self._handle = ctypes.c_void_p()
         _check(self._library.cublasLtCreate(ctypes.byref(self._handle)))
@@ -52,7 +60,7 @@ class CublasLt:
         self._product.argtypes = [pointer] * 14 + [ctypes.c_size_t, pointer]  # plain integers: half the time of a call
         self._library.cublasLtMatmulDescSetAttribute.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
-        self._plans: dict[_Kind, _Plan] = {}
+        self._plans: dict[Kind, _Plan] = {}
         self._workspaces: dict[int, Array] = {}  # by stream: two streams must not share one
         self._lock = threading.Lock()  # a plan is told where a bias lies before its product: no other thread between
         self._thread = threading.local()
@@ -85,52 +93,56 @@ class CublasLt:
         if not hasattr(self._thread, "has_context"):  # cuBLASLt fails in a new thread that has not called the runtime
             self._cp.cuda.Device().use()
             self._thread.has_context = True
-        target = _Layout.of(out)
-        added, its_layout = (out, target) if beside is None else (beside, _Layout.of(beside))
-        kind = _Kind(_Layout.of(b), _Layout.of(a), its_layout, target, epilogue)
-        stream = self._cp.cuda.get_current_stream().ptr
+        target = Layout.of(out)
+        added, its_layout = (out, target) if beside is None else (beside, Layout.of(beside))
+        kind = Kind(Layout.of(b), Layout.of(a), its_layout, target, epilogue)
+        arrays = Arrays(b, a, added, out, bias, before_gelu)
         with self._lock:
             plan = self._plans.get(kind)
             if plan is None:
-                plan = self._plans[kind] = self._new_plan(kind, bias, before_gelu)
-            for attribute, held, array in ((_BIAS_POINTER, plan.bias, bias), (_AUX_POINTER, plan.aux, before_gelu)):
-                if array is not None:
-                    held.value = address(array)
-                    self._set(plan.product, attribute, held)
-            workspace = self._workspaces.get(stream)
-            if workspace is None:
-                workspace = self._workspaces[stream] = self._new_workspace()
-            factor = self._one if add or beside is not None else self._zero
-            first_at, second_at, added_at, target_at = plan.layouts
-            _check(
-                self._product(
-                    self._handle.value,
-                    plan.product,
-                    ctypes.addressof(self._one),
-                    address(b),
-                    first_at,
-                    address(a),
-                    second_at,
-                    ctypes.addressof(factor),
-                    address(added),
-                    added_at,
-                    address(out),
-                    target_at,
-                    ctypes.addressof(plan.algorithm),
-                    address(workspace),
-                    _WORKSPACE_BYTES,
-                    stream,
-                )
+                plan = self._plans[kind] = self._new_plan(kind, arrays)
+            self._launch(plan, arrays, add=add or beside is not None)
+
+    def _launch(self, plan: _Plan, arrays: Arrays, *, add: bool) -> None:
+        told = ((_BIAS_POINTER, plan.bias, arrays.bias), (_AUX_POINTER, plan.aux, arrays.before_gelu))
+        for attribute, held, array in told:
+            if array is not None:
+                held.value = address(array)
+                self._set(plan.product, attribute, held)
+        stream = self._cp.cuda.get_current_stream().ptr
+        workspace = self._workspaces.get(stream)
+        if workspace is None:
+            workspace = self._workspaces[stream] = self._outside_pools(_WORKSPACE_BYTES, np.uint8)
+        first_at, second_at, added_at, target_at = plan.layouts
+        _check(
+            self._product(
+                self._handle.value,
+                plan.product,
+                ctypes.addressof(self._one),
+                address(arrays.first),
+                first_at,
+                address(arrays.second),
+                second_at,
+                ctypes.addressof(self._one if add else self._zero),
+                address(arrays.added),
+                added_at,
+                address(arrays.target),
+                target_at,
+                ctypes.addressof(plan.algorithm),
+                address(workspace),
+                _WORKSPACE_BYTES,
+                stream,
             )
+        )
 
-    def _new_workspace(self) -> Array:
-        with self._cp.cuda.using_allocator(None):  # of no pool: it outlives every graph
-            return self._cp.empty(_WORKSPACE_BYTES, np.uint8)
+    def _outside_pools(self, size: int, dtype: Any) -> Array:
+        with self._cp.cuda.using_allocator(None):  # what outlives every graph, or is wanted only once
+            return self._cp.zeros(size, dtype)
 
-    def _new_plan(self, kind: _Kind, bias: Array | None, before_gelu: Array | None) -> _Plan:
-        """Describe a kind of product to cuBLASLt, and take the algorithm that it thinks the fastest."""
-        product, found, num_found = ctypes.c_void_p(), (ctypes.c_uint64 * _ALGORITHM_WORDS)(), ctypes.c_int()
-        compute = self._compute.get(kind.first.dtype, _COMPUTE_FLOAT32)
+    def _new_plan(self, kind: Kind, arrays: Arrays) -> _Plan:
+        """Describe a kind of product to cuBLASLt, and choose an algorithm."""
+        bias, before_gelu = arrays.bias, arrays.before_gelu
+        compute, product = self._compute.get(kind.first.dtype, _COMPUTE_FLOAT32), ctypes.c_void_p()
         _check(self._library.cublasLtMatmulDescCreate(ctypes.byref(product), compute, _FLOAT32))
         bias_at, aux_at = (ctypes.c_uint64(0 if x is None else address(x)) for x in (bias, before_gelu))
         wishes: dict[int, Any] = {
@@ -146,17 +158,71 @@ class CublasLt:
             self._set(product.value, attribute, value)
         matrices = (kind.first, kind.second, kind.added, kind.target)
         layouts, preference = [self._new_layout(matrix) for matrix in matrices], self._new_preference(matrices)
+        is_timed = kind.num_multiplications >= _LARGE and not self._cp.cuda.get_current_stream().is_capturing()
+        most, num_found = self._num_candidates if is_timed else 1, ctypes.c_int()
+        found = (ctypes.c_uint64 * _ALGORITHM_WORDS * most)()
         _check(
             self._library.cublasLtMatmulAlgoGetHeuristic(
-                self._handle, product, *layouts, preference, 1, ctypes.byref(found), ctypes.byref(num_found)
+                self._handle, product, *layouts, preference, most, ctypes.byref(found), ctypes.byref(num_found)
             )
         )
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         if not num_found.value:
             raise RuntimeError(f"cuBLASLt has no algorithm for {kind}")
-        return _Plan(product.value, tuple([layout.value for layout in layouts]), found, bias_at, aux_at)
+        at = tuple([layout.value for layout in layouts])
+        plans = [_Plan(product.value, at, found[i], bias_at, aux_at) for i in range(num_found.value)]
+        return self._fastest(plans, kind, arrays) if len(plans) > 1 else plans[0]
 
-    def _new_layout(self, matrix: _Layout) -> ctypes.c_void_p:
+    def _fastest(self, plans: Sequence[_Plan], kind: Kind, given: Arrays) -> _Plan:
+        """Return, of the plans that give the bits of the first, the one that takes the least time.
+
+        Random numbers are multiplied, in memory of their own: what is summed up in another order differs somewhere in
+        so many results, and the caller's arrays may hold nothing yet, or a sum that must not be added to twice.
+        """
+        cp, numbers = self._cp, self._cp.asarray(np.random.default_rng(0).standard_normal(65537), np.float32)
+
+        def like(array: Array, layout: Layout | None = None) -> Array:
+            size = array.size if layout is None else layout.num_elements
+            scratch = self._outside_pools(size, array.dtype)
+            scratch[: numbers.size] = numbers[:size]
+            filled = numbers.size
+            while filled < size:
+                scratch[filled : 2 * filled] = scratch[: min(filled, size - filled)]
+                filled *= 2
+            return scratch
+
+        try:
+            first, second, added = (like(array, layout) for array, layout in zip(given[:3], kind[:3], strict=True))
+            targets = [self._outside_pools(kind.target.num_elements, given.target.dtype) for _ in range(2)]
+            bias, before_gelu = (None if x is None else like(x) for x in (given.bias, given.before_gelu))
+        except cp.cuda.memory.OutOfMemoryError:
+            return plans[0]
+        best, least = plans[0], np.inf
+        for plan in plans:
+            arrays = Arrays(first, second, added, targets[plan is not plans[0]], bias, before_gelu)
+            try:
+                seconds = self._seconds(plan, arrays, add=given.added is not given.target)
+            except RuntimeError:  # it wants something that is not here
+                continue
+            same = plan is plans[0] or bool((targets[0].view(np.uint8) == targets[1].view(np.uint8)).all())
+            if same and seconds < least:
+                best, least = plan, seconds * (_WORTH_IT if plan is plans[0] else 1)
+        return best
+
+    def _seconds(self, plan: _Plan, arrays: Arrays, *, add: bool) -> float:
+        """Return how long some products take, the quickest of some turns."""
+        start, end = self._cp.cuda.Event(), self._cp.cuda.Event()
+        found = []
+        for _ in range(4):
+            start.record()
+            for _ in range(4):
+                self._launch(plan, arrays, add=add)
+            end.record()
+            end.synchronize()
+            found.append(self._cp.cuda.get_elapsed_time(start, end))
+        return float(min(found))
+
+    def _new_layout(self, matrix: Layout) -> ctypes.c_void_p:
         layout, columns, rows = ctypes.c_void_p(), ctypes.c_uint64(matrix.columns), ctypes.c_uint64(matrix.rows)
         dtype, stride = _DATA_TYPES[matrix.dtype], ctypes.c_int64(matrix.stride)
         _check(self._library.cublasLtMatrixLayoutCreate(ctypes.byref(layout), dtype, columns, rows, stride))
@@ -164,7 +230,7 @@ class CublasLt:
         _set_all(self._library.cublasLtMatrixLayoutSetAttribute, layout, stack)
         return layout
 
-    def _new_preference(self, matrices: tuple[_Layout, ...]) -> ctypes.c_void_p:
+    def _new_preference(self, matrices: tuple[Layout, ...]) -> ctypes.c_void_p:
         """Say what an algorithm may use and take for granted."""
         preference = ctypes.c_void_p()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
@@ -183,41 +249,6 @@ class CublasLt:
         _check(self._library.cublasLtMatmulDescSetAttribute(product, attribute, at, size))
 
 
-class _Layout(NamedTuple):
-    """How cuBLASLt sees an array."""
-
-    dtype: str
-    rows: int  # of the array whose rows lie one after the other, which is the transpose where `transposed`
-    columns: int
-    stride: int
-    transposed: bool
-    num_stacked: int
-    stack_stride: int
-    alignment: int
-
-    @staticmethod
-    def of(x: Array) -> _Layout:
-        (rows, columns), (by_row, by_column), size = x.shape[-2:], x.strides[-2:], x.itemsize
-        pointer, stack = address(x), (1, 0) if x.ndim == 2 else (len(x), x.strides[0] // size)
-        transposed = not ((by_column == size or columns == 1) and (by_row >= columns * size or rows == 1))
-        if transposed:
-            rows, columns, by_row = columns, rows, by_column
-        stride = max(columns, by_row // size) if rows > 1 else columns
-        return _Layout(
-            x.dtype.name, rows, columns, stride, transposed, *stack, min(_ALIGNMENT_BYTES, pointer & -pointer)
-        )
-
-
-class _Kind(NamedTuple):
-    """All that an algorithm is chosen by; operands in cuBLASLt's order."""
-
-    first: _Layout
-    second: _Layout
-    added: _Layout
-    target: _Layout
-    epilogue: int
-
-
 class _Plan(NamedTuple):
     """Handles and the chosen algorithm of one kind of product; they live as long as the process."""
 
@@ -226,14 +257,6 @@ class _Plan(NamedTuple):
     algorithm: Any
     bias: Any
     aux: Any
-
-
-def lines_up(x: Array) -> bool:
-    """Return whether matrices have contiguous rows or columns that do not overlap, as cuBLASLt needs them."""
-    (rows, columns), (by_row, by_column), size = x.shape[-2:], x.strides[-2:], x.itemsize
-    by_rows = (by_column == size or columns == 1) and (by_row >= columns * size or rows == 1)
-    by_columns = (by_row == size or rows == 1) and (by_column >= rows * size or columns == 1)
-    return bool((by_rows or by_columns) and all(stride % size == 0 for stride in x.strides))
 
 
 def _set_all(setter: Any, handle: ctypes.c_void_p, values: Mapping[int, Any]) -> None:
