@@ -2,7 +2,8 @@
 //   BF16, F16 or neither   the type T of the arrays: bfloat16, float16 or float32; everything is computed in float32
 //   N                      the width of a row, for kernels that hold one
 //   VECTORS                1: rows begin at multiples of 16 bytes, so that 8 neighbours are loaded at once
-// A warp works on a row: its 32 threads hold 8 neighbours each at a time. Everything is deterministic: no atomics.
+// A warp works on a row: its 32 threads hold 8 neighbours each at a time. Everything is deterministic: the one atomic
+// counts blocks.
 
 typedef long long Index;
 
@@ -56,6 +57,7 @@ __device__ inline void store_vector(float* p, const V8& x) {
 }
 __device__ inline float number(float x) { return x; }
 __device__ inline void put(float* p, float x) { *p = x; }
+__device__ inline V8 unpack(const V8& x) { return x; }
 #if defined(BF16) || defined(F16)
 __device__ inline V8 unpack(uint4 u) {
   unsigned words[4] = {u.x, u.y, u.z, u.w};
@@ -64,6 +66,8 @@ __device__ inline V8 unpack(uint4 u) {
   for (int i = 0; i < 4; i++) x.v[2 * i] = wide(words[i] & 0xffff), x.v[2 * i + 1] = wide(words[i] >> 16);
   return x;
 }
+typedef uint4 Packed;  // 8 of T
+__device__ inline Packed load_packed(const T* p) { return *(const uint4*)p; }
 template <bool LAST = false>
 __device__ inline V8 load_vector(const T* p) {
   return unpack(load_word<LAST>((const uint4*)p));
@@ -75,6 +79,9 @@ __device__ inline void store_vector(T* p, const V8& x) {
 }
 __device__ inline float number(T x) { return wide(x); }
 __device__ inline void put(T* p, float x) { *p = (T)pack(x, x); }
+#else
+typedef V8 Packed;
+__device__ inline Packed load_packed(const T* p) { return load_vector(p); }
 #endif
 
 // 8 neighbours from place c of a row of n, or what is left of them.
@@ -317,23 +324,38 @@ extern "C" __global__ void embedding_dtable(const int* ids, const T* g, float* d
   if (row >= rows) return;
   int id = ids[row], lane = threadIdx.x % 32;
   if (id < 0 || id >= num_rows) return;
-  for (Index j = 0; j < row; j += 128) {
-    bool same = false;
+  auto four = [&](Index j, int q, Index end) {  // which of 4 neighbours below `end` are the same, as bits
+    Index at = j + 128 * q + 4 * lane;
+    if (at + 4 <= end) {
+      int4 x = *(const int4*)(ids + at);
+      return (unsigned)(x.x == id) | (x.y == id) << 1 | (x.z == id) << 2 | (x.w == id) << 3;
+    }
+    unsigned bits = 0;
+    for (int k = 0; k < 4 && at + k < end; k++) bits |= (ids[at + k] == id) << k;
+    return bits;
+  };
+  for (Index j = 0; j < row; j += 512) {
+    unsigned same = 0;
 #pragma unroll
-    for (int q = 0; q < 4; q++) same |= j + 32 * q + lane < row && ids[j + 32 * q + lane] == id;
+    for (int q = 0; q < 4; q++) same |= four(j, q, row);
     if (__any_sync(~0u, same)) return;
   }
   Row sum, other;
   sum.load(g + row * N);
-  for (Index j = row + 1; j < rows; j += 128) {
+  for (Index j = row / 512 * 512; j < rows; j += 512) {
     unsigned same[4], any = 0;
 #pragma unroll
-    for (int q = 0; q < 4; q++) any |= same[q] = j + 32 * q + lane < rows && ids[j + 32 * q + lane] == id;
+    for (int q = 0; q < 4; q++) any |= same[q] = four(j, q, rows);
     if (!__any_sync(~0u, any)) continue;
     for (int q = 0; q < 4; q++)
-      for (unsigned bits = __ballot_sync(~0u, same[q]); bits; bits &= bits - 1) {
-        other.load(g + (j + 32 * q + __ffs(bits) - 1) * N);
-        Row::each([&](int i, int) { sum.v[i] += other.v[i]; });
+      for (unsigned lanes = __ballot_sync(~0u, same[q]); lanes; lanes &= lanes - 1) {
+        int from = __ffs(lanes) - 1;
+        unsigned bits = __shfl_sync(~0u, same[q], from);
+        for (Index at = j + 128 * q + 4 * from; bits; bits >>= 1, at++)
+          if (bits & 1 && at > row) {
+            other.load(g + at * N);
+            Row::each([&](int i, int) { sum.v[i] += other.v[i]; });
+          }
       }
   }
   float* out = dtable + (Index)id * N;
@@ -342,22 +364,29 @@ extern "C" __global__ void embedding_dtable(const int* ids, const T* g, float* d
 
 #else  // ---- any shape ----------------------------------------------------------------------------------------
 
-// Columns are added up in two steps: part[y, c] over the rows of y, 8 warps sharing them, then over y.
-template <class F>
-__device__ inline void column_parts(F at, float* part, Index rows, Index n) {
+// Columns are added up in two steps: part[y, c] over the rows of y, 8 warps sharing them, then over y, in its order, by
+// the block that is the last to be done with these columns. `done` is 0 before and after.
+template <int Q, class X, class Load, class Open>
+__device__ inline void add_up_columns(Load load, Open open, float* part, unsigned* done, float* out, bool add,
+                                      Index rows, Index n) {
   __shared__ float sums[8][256];
+  __shared__ bool is_last;
   Index c = blockIdx.x * 256 + threadIdx.x % 32 * 8, step = gridDim.y * 8;
   int warp = threadIdx.x / 32;
   V8 a = {};
   if (c < n)
-    for (Index r = blockIdx.y * 8 + warp; r < rows; r += 4 * step) {
-      V8 x[4];  // four loads under way
+    for (Index r = blockIdx.y * 8 + warp; r < rows; r += Q * step) {
+      X x[Q];  // loads under way
 #pragma unroll
-      for (int q = 0; q < 4; q++) x[q] = r + q * step < rows ? at(r + q * step, c) : V8{};
+      for (int q = 0; q < Q; q++)
+        if (r + q * step < rows) x[q] = load(r + q * step, c);
 #pragma unroll
-      for (int q = 0; q < 4; q++)
+      for (int q = 0; q < Q; q++)
+        if (r + q * step < rows) {
+          V8 v = open(x[q]);
 #pragma unroll
-        for (int j = 0; j < 8; j++) a.v[j] += x[q].v[j];
+          for (int j = 0; j < 8; j++) a.v[j] += v.v[j];
+        }
     }
   store_vector(&sums[warp][threadIdx.x % 32 * 8], a);
   __syncthreads();
@@ -365,13 +394,39 @@ __device__ inline void column_parts(F at, float* part, Index rows, Index n) {
   for (int i = 0; i < 8; i++) total += sums[i][threadIdx.x];
   Index own = blockIdx.x * 256 + threadIdx.x;
   if (own < n) part[blockIdx.y * n + own] = total;
+  __threadfence();
+  __syncthreads();
+  if (!threadIdx.x) is_last = atomicAdd(done + blockIdx.x, 1) == gridDim.y - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (!threadIdx.x) done[blockIdx.x] = 0;
+  if (own >= n) return;
+  total = 0;
+  for (unsigned y = 0; y < gridDim.y; y += 16) {
+    float x[16];
+#pragma unroll
+    for (int q = 0; q < 16; q++) x[q] = y + q < gridDim.y ? __ldcg(part + (y + q) * n + own) : 0;
+#pragma unroll
+    for (int q = 0; q < 16; q++) total += x[q];
+  }
+  out[own] = add ? out[own] + total : total;
 }
-extern "C" __global__ void column_sum(const T* g, Index stride, float* part, Index rows, Index n) {
-  column_parts([&](Index r, Index c) { return load8(g + r * stride, c, n, VECTORS); }, part, rows, n);
+extern "C" __global__ __launch_bounds__(256, sizeof(T) == 2 ? 5 : 3) void column_sum(const T* g, Index stride,
+                                                                                      float* part, unsigned* done,
+                                                                                      float* out, bool add, Index rows,
+                                                                                      Index n) {
+#if VECTORS
+  if (n % 8 == 0)
+    return add_up_columns<4, Packed>([&](Index r, Index c) { return load_packed(g + r * stride + c); },
+                                  [](const Packed& x) { return unpack(x); }, part, done, out, add, rows, n);
+#endif
+  add_up_columns<sizeof(T) == 2 ? 1 : 4, V8>([&](Index r, Index c) { return load8(g + r * stride, c, n, VECTORS); },
+                     [](const V8& x) { return x; }, part, done, out, add, rows, n);
 }
 extern "C" __global__ void norm_dgain(const T* g, const T* x, const float* mean, const float* inverse, float* part,
-                                      Index rows, Index n) {
-  column_parts(
+                                      unsigned* done, float* out, bool add, Index rows, Index n) {
+  add_up_columns<4, V8>(
       [&](Index r, Index c) {
         V8 a = load8(g + r * n, c, n, VECTORS), h = load8(x + r * n, c, n, VECTORS);
         float m = mean ? mean[r] : 0, inv = inverse[r];
@@ -379,7 +434,7 @@ extern "C" __global__ void norm_dgain(const T* g, const T* x, const float* mean,
         for (int j = 0; j < 8; j++) a.v[j] *= (h.v[j] - m) * inv;
         return a;
       },
-      part, rows, n);
+      [](const V8& x) { return x; }, part, done, out, add, rows, n);
 }
 extern "C" __global__ void sum_parts(const float* part, float* out, Index rows, Index n, bool add) {
   __shared__ float sums[32][33];
@@ -403,9 +458,11 @@ __device__ inline void elementwise(Index n, F f) {
   else if (i - vectors < n - 8 * vectors)
     f(7 * vectors + i, 7 * vectors + i + 1);
 }
-extern "C" __global__ void add(const T* x, const T* y, T* z, Index n) {
+// z = x + y, where y is as long as x or comes again and again.
+extern "C" __global__ void add(const T* x, const T* y, T* z, Index period, Index n) {
   elementwise(n, [&](Index i, Index end) {
-    V8 a = load8(x, i, end, VECTORS), b = load8(y, i, end, VECTORS);
+    Index at = period < n ? i % period : i;
+    V8 a = load8(x, i, end, VECTORS), b = load8(y, at, at + end - i, VECTORS);
     for (int j = 0; j < 8; j++) a.v[j] += b.v[j];
     store8(z, i, end, VECTORS, a);
   });

@@ -18,8 +18,11 @@ SOURCE = Path(__file__).with_name("gpu.cu")
 MACROS = {"float32": "-DFLOAT32", "bfloat16": "-DBF16", "float16": "-DF16"}
 WIDEST_ROW = 4096  # numbers that a warp holds in registers
 THREADS = 256
-# In so many parts the rows of a sum over columns are added up, and more where rows are narrow: for enough blocks.
-_FEWEST_PARTS, _MOST_PARTS, _PART_BLOCKS = 64, 128, 384
+# In so many parts the rows of a sum over columns are added up: as many blocks as an H100 runs at a time, five on each
+# multiprocessor, where rows are wide enough for that.
+_FEWEST_PARTS, _MOST_PARTS, _PART_BLOCKS = 32, 128, 660
+_PART_COLUMNS = 256  # of a block
+_MOST_COUNTERS = 1 << 12
 try:
     cp: Any = cupy()
 except ModuleNotFoundError:  # nobody calls what is here, but it can be read
@@ -79,24 +82,55 @@ def new_rows(rows: int, columns: int, dtype: Any) -> Array:
     return cp.empty((rows, ceil_div(columns, unit) * unit), dtype)[:, :columns]
 
 
-def new_parts(rows: int, n: int) -> Array:
-    """Return where parts of a sum over columns go, one for each row of blocks."""
-    most = min(_MOST_PARTS, max(_FEWEST_PARTS, _PART_BLOCKS // ceil_div(max(1, n), THREADS)))
+def add_up_columns(
+    name: str, dtype: Any, inputs: tuple[Any, ...], shape: tuple[int, int], out: Array | None, add: bool, vectors: bool
+) -> Array:
+    """Launch a kernel that makes sums of (rows, n) numbers over rows, written or added into `out` if there is one.
+
+    Returns:
+        `out`, or (n,) float32.
+    """
+    rows, n = shape
+    strips = ceil_div(max(1, n), _PART_COLUMNS)
+    most = min(_MOST_PARTS, max(_FEWEST_PARTS, _PART_BLOCKS // strips))
     count = min(most, max(1, ceil_div(rows, 8)))
-    return cp.empty((count, n), np.float32) if rows else cp.zeros((1, n), np.float32)
-
-
-def add_up_parts(parts: Array, out: Array | None, add: bool) -> Array:
-    n = parts.shape[1]
     wide = out is not None and out.dtype == np.float32 and out.flags.c_contiguous
     total = out if out is not None and wide else cp.empty(n, np.float32)
+    if not rows and not (wide and add):
+        total.fill(0)
+    if rows and n:
+        device, stream = cp.cuda.Device().id, cp.cuda.get_current_stream().ptr
+        done = _counters(device, stream, ceil_div(strips, _MOST_COUNTERS))
+        args = (*inputs, cp.empty((count, n), np.float32), done, total, np.bool_(add and wide), rows, n)
+        launch(name, dtype, (strips, count), args, vectors=vectors)
+    return total if out is None or wide else _landed(total, out, add)
+
+
+@functools.cache
+def _counters(device: int, stream: int, thousands: int) -> Array:
+    """Return zeros, in which blocks of one kernel count how many of them are done, and which the last one puts back.
+
+    Kernels of one stream run one after the other. Of no pool: they outlive every graph.
+    """
+    with cp.cuda.using_allocator(None):
+        return cp.zeros(thousands * _MOST_COUNTERS, np.uint32)
+
+
+def _landed(total: Array, out: Array, add: bool) -> Array:
+    out[...] = out + total if add else total
+    return out
+
+
+def add_up_parts(parts: Array, out: Array, add: bool) -> None:
+    """Write the sum of the rows of float32 parts into `out`, or add it."""
+    n = parts.shape[1]
+    wide = out.dtype == np.float32 and out.flags.c_contiguous
+    total = out if wide else cp.empty(n, np.float32)
     if n:
         args = (parts, total, len(parts), n, np.bool_(add and wide))
         launch("sum_parts", parts.dtype, ceil_div(n, 32), args, threads=(32, 32))
-    if out is None or wide:
-        return total
-    out[...] = out + total if add else total
-    return out
+    if not wide:
+        _landed(total, out, add)
 
 
 def launch_elementwise(name: str, dtype: Any, ins: tuple[Any, ...], outs: tuple[Any, ...], n: int) -> None:

@@ -120,6 +120,8 @@ def unbroadcast(g: Array, shape: tuple[int, ...]) -> Array:
         return g
     extra = g.ndim - len(shape)
     stretched = tuple(extra + i for i, n in enumerate(shape) if n == 1 and g.shape[extra + i] != 1)
+    if extra and not stretched:
+        return kernels_of(g).sum_leading(g, extra).reshape(shape)
     return add_up(g, axis=(*range(extra), *stretched)).reshape(shape)
 
 

@@ -9,7 +9,17 @@ import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.embedding import reference
-from minigrad.kernels.gpu_launch import THREADS, WIDEST_ROW, ceil_div, contiguous, cp, launch, new_rows, rows_aligned
+from minigrad.kernels.gpu_launch import (
+    THREADS,
+    WIDEST_ROW,
+    aligned,
+    ceil_div,
+    contiguous,
+    cp,
+    launch,
+    new_rows,
+    rows_aligned,
+)
 from minigrad.kernels.products.gpu import product
 
 __all__ = ["checked_ids", "embedding", "embedding_dtable"]
@@ -51,6 +61,7 @@ def embedding_dtable(g: Array, ids: Array, out: Array, add: bool) -> None:
         product(one_hot.T, g, out, add)
     elif rows and 0 < n <= WIDEST_ROW and rows <= _MOST_IDS and out.dtype == np.float32 and out.flags.c_contiguous:
         g = contiguous(g)
+        ids = ids if aligned(ids) else ids.copy()  # it reads four at a time
         if not add:
             out.fill(0)
         count = np.int32(num_rows)

@@ -10,12 +10,12 @@ from minigrad.backend import Array
 from minigrad.kernels.gpu_launch import (
     THREADS,
     WIDEST_ROW,
+    add_up_columns,
     add_up_parts,
     ceil_div,
     contiguous,
     cp,
     launch,
-    new_parts,
     rows_aligned,
 )
 from minigrad.kernels.norms import reference
@@ -46,13 +46,8 @@ def rms_norm_dgain(g: Array, x: Array, inverse: Array) -> Array:
 
 def _norm_dgain(g: Array, x: Array, mean: Any, inverse: Array) -> Array:
     g, x = contiguous(g), contiguous(x)
-    rows, n = g.shape
-    parts = new_parts(rows, n)
-    grid = (ceil_div(n, 256), len(parts))
-    if g.size:
-        args = (g, x, mean, inverse, parts, rows, n)
-        launch("norm_dgain", g.dtype, grid, args, vectors=rows_aligned(n, g, x))
-    return add_up_parts(parts, None, False)
+    vectors = rows_aligned(g.shape[1], g, x)
+    return add_up_columns("norm_dgain", g.dtype, (g, x, mean, inverse), g.shape, None, False, vectors)
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
 
 import numpy as np
 
 from minigrad.backend import Array, address, uses_tf32
 from minigrad.kernels.gpu_launch import (
-    add_up_parts,
+    THREADS,
+    add_up_columns,
     aligned,
     ceil_div,
     contiguous,
     cp,
     launch,
     launch_elementwise,
-    new_parts,
     new_rows,
 )
 from minigrad.kernels.products import reference
 from minigrad.kernels.products.cublaslt import CublasLt
 from minigrad.kernels.products.layouts import lines_up
 
-__all__ = ["add", "column_sum", "linear", "multiply", "product"]
+__all__ = ["add", "column_sum", "linear", "multiply", "product", "sum_leading"]
 
 
 @functools.cache
@@ -98,29 +98,38 @@ def _lined_up(x: Array) -> Array:
 def column_sum(g: Array, out: Array | None = None, add: bool = False) -> Array:
     if not lines_up(g) or (g.shape[1] > 1 and g.strides[1] != g.itemsize):
         g = contiguous(g)
-    rows, n = g.shape
     stride = g.strides[0] // g.itemsize
-    parts = new_parts(rows, n)
     vectors = stride % 8 == 0 and aligned(g)
-    grid = (ceil_div(n, 256), len(parts))
-    if g.size:
-        launch("column_sum", g.dtype, grid, (g, np.int64(stride), parts, rows, n), vectors=vectors)
-    return add_up_parts(parts, out, add)
+    return add_up_columns("column_sum", g.dtype, (g, np.int64(stride)), g.shape, out, add, vectors)
 
 
-def add(x: Any, y: Any) -> Array:
-    if getattr(x, "shape", None) != getattr(y, "shape", ()) or x.dtype != y.dtype:
+def sum_leading(g: Array, num_axes: int) -> Array:
+    shape = g.shape[num_axes:]
+    return (
+        column_sum(g.reshape(-1, math.prod(shape))).astype(g.dtype, copy=False).reshape(shape)
+        if g.size
+        else reference.sum_leading(g, num_axes)
+    )
+
+
+def add(x: Array, y: Array) -> Array:
+    if x.ndim < y.ndim:
+        x, y = y, x
+    if not (x.size and y.ndim and x.shape[x.ndim - y.ndim :] == y.shape):
         return x + y
-    return _elementwise("add", x, y)
+    x, y = contiguous(x), contiguous(y)
+    z = cp.empty_like(x)
+    vectors = aligned(x, y) and (y.size == x.size or y.size % 8 == 0)
+    items = x.size // 8 + x.size % 8 if vectors else x.size
+    launch("add", x.dtype, ceil_div(items, THREADS), (x, y, z, y.size, x.size), vectors=vectors)
+    return z
 
 
 def multiply(x: Array, y: Array) -> Array:
-    return _elementwise("multiply", x, y) if x.shape == y.shape else x * y
-
-
-def _elementwise(name: str, x: Array, y: Array) -> Array:
+    if x.shape != y.shape:
+        return x * y
     x, y = contiguous(x), contiguous(y)
     z = cp.empty_like(x)
     if z.size:
-        launch_elementwise(name, x.dtype, (x, y), (z,), z.size)
+        launch_elementwise("multiply", x.dtype, (x, y), (z,), z.size)
     return z

@@ -10,7 +10,7 @@ import numpy as np
 from minigrad.backend import Array, is_half, widened, xp_of
 from minigrad.kernels.common import put
 
-__all__ = ["add", "column_sum", "linear", "multiply", "product"]
+__all__ = ["add", "column_sum", "linear", "multiply", "product", "sum_leading"]
 
 
 def product(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
@@ -47,8 +47,14 @@ def column_sum(g: Array, out: Array | None = None, add: bool = False) -> Array:
     return total if out is None else put(total, out, add)
 
 
+def sum_leading(g: Array, num_axes: int) -> Array:
+    """Return the sum of g over its first axes, in its dtype; half precision is added up in float32."""
+    axes = tuple(range(num_axes))
+    return g.sum(axis=axes, dtype=np.float32).astype(g.dtype) if is_half(g.dtype) else g.sum(axis=axes)
+
+
 def add(x: Array, y: Array) -> Array:
-    """Return x + y, of one shape and dtype."""
+    """Return x + y, of one dtype; the shapes are the same or broadcast."""
     return x + y
 
 
