@@ -148,9 +148,9 @@ def clip_by_global_norm(part: ModelPart, max_norm: float, gradients: Gradients =
 
 @dataclass(frozen=True)
 class NormOverRanks:
-    """The whole model for an optimizer of this rank's part: it clips by the norm of all, asking a GPU nothing.
+    """The whole model, for an optimizer of this rank's part.
 
-    Making one is collective.
+    It clips by the norm of all, and asks a GPU nothing. Making one is collective.
 
         optimizer = Optimizer(stages.parameters(), rule, max_norm=1.0, norm_over=NormOverRanks(stages))
 

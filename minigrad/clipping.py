@@ -18,19 +18,30 @@ from minigrad.parameter import Parameter, check_usable
 
 
 class NormOver(Protocol):
-    """What an optimizer of a part of a model is told of the whole, to clip by its norm: `distributed.NormOverRanks`."""
+    """The whole model, as an optimizer of a part of it knows it.
+
+    By its norm it clips: `distributed.NormOverRanks` is one.
+    """
 
     def counted_parameters(self) -> Sequence[Parameter]:
         """Return those that this part counts in a sum over the whole model."""
         ...
 
     def add_up(self, squares: Array) -> None:
-        """Add up (1,) sums of squares over all parts, in place, wherever the array lies."""
+        """Add up sums of squares over all parts, in place.
+
+        Args:
+            squares: (1,) of this part, of the host or of a GPU.
+        """
         ...
 
 
 def clip_part(params: Sequence[Parameter], whole: NormOver, max_norm: float) -> float:
-    """Clip the gradients of a part of a model by the norm of the whole, and return that, before clipping."""
+    """Clip the gradients of a part of a model by the norm of the whole.
+
+    Returns:
+        That norm, before clipping.
+    """
     squares = np.array([grad_square_sum(whole.counted_parameters())])
     whole.add_up(squares)
     norm = math.sqrt(float(squares[0]))

@@ -85,8 +85,15 @@ def new_rows(rows: int, columns: int, dtype: Any) -> Array:
 def add_up_columns(
     name: str, dtype: Any, inputs: tuple[Any, ...], shape: tuple[int, int], out: Array | None, add: bool, vectors: bool
 ) -> Array:
-    """Launch a kernel that makes sums of (rows, n) numbers over rows, written or added into `out` if there is one.
+    """Launch a kernel that adds up (rows, n) numbers over rows.
 
+    Args:
+        name: of the kernel.
+        dtype: that it is compiled for.
+        inputs: its first arguments.
+        shape: rows and n.
+        out: where sums are written, or added with `add`; if None a new array.
+        vectors: whether 16 bytes are read at a time.
     Returns:
         `out`, or (n,) float32.
     """

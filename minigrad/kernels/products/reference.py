@@ -48,7 +48,10 @@ def column_sum(g: Array, out: Array | None = None, add: bool = False) -> Array:
 
 
 def sum_leading(g: Array, num_axes: int) -> Array:
-    """Return the sum of g over its first axes, in its dtype; half precision is added up in float32."""
+    """Return the sum of g over its first axes, in its dtype.
+
+    Half precision is added up in float32.
+    """
     axes = tuple(range(num_axes))
     return g.sum(axis=axes, dtype=np.float32).astype(g.dtype) if is_half(g.dtype) else g.sum(axis=axes)
 
