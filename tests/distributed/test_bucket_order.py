@@ -106,6 +106,23 @@ def test_an_order_is_learned_once_rank_0_has_had_samples_and_last_buckets_stay_l
     ranks.run(program)
 
 
+@pytest.mark.ranks(2)
+def test_another_order_is_learned_when_two_backwards_in_a_row_have_had_it(ranks):
+    def program(comm):
+        model, orders = Chain(LAYERS), []
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1)
+        for step, is_swapped in enumerate([0, 1, 0, 1, 1, 0, 0]):  # as `Chain.loss` runs on odd ranks
+            orders.append("".join(p.name[-1] for part in ddp.bucket_params for p in part))
+            mg.backward_with_hooks(model.loss(is_swapped, step), ddp.hooks(num_samples=4))
+            ddp.wait()
+            zero_grad(ddp.params)
+        assert orders == [*["543210"] * 5, "542310", "542310"]
+        orders.append("".join(p.name[-1] for part in ddp.bucket_params for p in part))
+        assert orders[-1] == "543210"
+
+    ranks.run(program)
+
+
 SIZES = gpt.GPTConfig(vocab_size=11, context=4, num_layers=4, num_heads=2, width=8)
 
 

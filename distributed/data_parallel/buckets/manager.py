@@ -2,7 +2,7 @@
 
 A bucket is launched from inside the hook that brings its last gradient, but never before the buckets in front of it:
 ranks match collectives by call order, and another rank may finish its gradients in another order. That order is the
-model's, backwards, until `LaunchOrder` takes the one in which rank 0's backward completed them. Buckets stay as cut.
+model's, backwards, until `LaunchOrder` takes the one in which rank 0's backward completes them. Buckets stay as cut.
 
 The mean over ranks is weighted here and nowhere else: each rank multiplies by its share of the samples
 just before the launch, so that the sum over ranks is the mean. Where all have the same share and gradients travel as
@@ -212,6 +212,8 @@ class GradientBucketManager:
         if self._num_launched < self.num_buckets:
             rule = "wait() before every gradient was ready; after an exception in the backward call cancel() instead"
             raise RuntimeError(self._message(rule))
+        if not self._verdict.is_sent and self.order.is_outdated():  # a wait() may be the second one
+            self._verdict.ask_for_order()
         unused = self._wait_for_step()
         if unused is None:
             self._drop()
@@ -220,7 +222,7 @@ class GradientBucketManager:
         for p in self.params:
             p.hold = self._final_hold(p)
         self.under_way = False
-        if not self.order.is_final:
+        if self._verdict.asks_for_order:
             self.order.learn()
         if unused and unused != self.unused:
             warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)

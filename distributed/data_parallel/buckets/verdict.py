@@ -1,7 +1,8 @@
 """What the ranks have to know of each other's backward before they step: whether it ended, and what it reached.
 
-One number for each parameter travels, 1 where this rank's backward reached it, and one for a backward that was given
-up; of all ranks the largest counts. It is the last message of a step: who has its result knows that all ranks step.
+One number for each parameter travels, 1 where this rank's backward reached it, one for a launch order that should be
+learned anew, and one for a backward that was given up; of all ranks the largest counts. It is the last message of a
+step: who has its result knows that all ranks step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Verdict:
     def __init__(self, params: Sequence[Parameter], comm: Communicator) -> None:
         self._params = params
         self._comm = comm
-        self._flags = np.zeros(len(params) + 1, np.uint8)  # of this rank; once they are there, of all
+        self._flags = np.zeros(len(params) + 2, np.uint8)  # of this rank; once they are there, of all
         self._work: Work | None = None
 
     @property
@@ -35,8 +36,17 @@ class Verdict:
 
     def reset(self, reached: Sequence[bool]) -> None:
         """Begin a step, whose backward reaches these parameters here."""
-        self._flags[:-1], self._flags[-1] = reached, 0
+        self._flags[:-2], self._flags[-2:] = reached, 0
         self._work = None
+
+    @property
+    def asks_for_order(self) -> bool:
+        """Whether, after `wait`, all ranks are to learn the order of launches from rank 0."""
+        return bool(self._flags[-2])
+
+    def ask_for_order(self) -> None:
+        """Say that the order of launches is not that in which buckets become complete."""
+        self._flags[-2] = 1
 
     def give_up(self) -> None:
         """Say that no rank may take this step."""
@@ -58,4 +68,4 @@ class Verdict:
         self._work.wait()  # in place
         if self.is_given_up:
             return None
-        return [p.name for p, flag in zip(self._params, self._flags[:-1], strict=True) if not flag]
+        return [p.name for p, flag in zip(self._params, self._flags[:-2], strict=True) if not flag]
