@@ -25,7 +25,7 @@ from distributed.comm.failure import Heal
 from distributed.comm.reduction import ReduceOp, check_reducible
 from distributed.comm.sequence import MessageSteps, SequenceWork
 from distributed.comm.transfer import MAX_MESSAGE_BYTES, carry, carry_rows, check_array
-from distributed.comm.work import Array, Work
+from distributed.comm.work import Array, JoinedWork, Work
 from minigrad.backend import synchronize, xp_of
 
 # Every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise.
@@ -157,11 +157,7 @@ class Communicator(ABC):
             return self._reduce_scatter(flat, op)
         check_array("reduce_scatter", flat, written=True)
         check_reducible("reduce_scatter", flat.dtype, op)
-        if flat.ndim != 1 or flat.size % self.size:
-            raise ValueError(
-                f"reduce_scatter needs a 1-D array whose size is divisible by the number of ranks, "
-                f"got shape {flat.shape} and {self.size} ranks"
-            )
+        self._check_slices("reduce_scatter", flat)
         own = slice(self.rank * flat.size // self.size, (self.rank + 1) * flat.size // self.size)
         return carry_rows(
             self,
@@ -197,6 +193,27 @@ class Communicator(ABC):
             lambda: xp_of(array).empty((self.size, *array.shape), array.dtype),
         )
 
+    def allgather_in_place(self, flat: Array) -> Work:
+        """Overwrite each rank's slice of `flat` with what that rank has there: what undoes a reduce_scatter.
+
+        Collective. Any dtype; the same size and dtype on every rank.
+
+        Args:
+            flat: (size * n,) contiguous; this rank's slice [rank * n : (rank + 1) * n] is only read. In `buffer()`
+                ranks of one host write straight into each other's.
+        Returns:
+            Work whose wait() gives `flat`.
+        Raises:
+            ValueError: `flat` is not 1-D, contiguous and writeable, or flat.size is not divisible by size.
+        Cost: (size - 1) / size * flat.nbytes received per rank.
+        Source: MPI 4.1, section 6.7 (MPI_IN_PLACE).
+        """
+        if self._is_plain(flat) and flat.ndim == 1 and flat.size % self.size == 0:
+            return self._allgather_in_place(flat)
+        check_array("allgather_in_place", flat, written=True)
+        self._check_slices("allgather_in_place", flat)
+        return self._gathered_into(flat)
+
     def all_to_all(self, array: Array) -> Work:
         """Send row r of `array` to rank r, and collect the rows that come here.
 
@@ -230,6 +247,13 @@ class Communicator(ABC):
         if len(set(wanted)) > 1:
             raise ValueError(f"buffer needs the same size and dtype on every rank, got {wanted} by rank")
         return self._buffer(int(num_elements), np.dtype(dtype))
+
+    def stage_reductions(self) -> None:
+        """Let what is not in `buffer()` be scattered by `reduce_scatter` through memory that ranks share, if it can.
+
+        Collective, blocking. For arrays whose memory comes and goes.
+        """
+        return  # where nothing is gained
 
     @abstractmethod
     def gather_objects(self, obj: object) -> list[Any]:
@@ -452,6 +476,19 @@ class Communicator(ABC):
     @abstractmethod
     def _irecv(self, array: Array, source: int, tag: int) -> Work: ...
 
+    def _allgather_in_place(self, flat: Array) -> Work:
+        return self._gathered_into(flat)
+
+    def _gathered_into(self, flat: Array) -> Work:
+        """Gather slices into memory of their own first."""
+        n = flat.size // self.size
+
+        def land(results: list[Array]) -> Array:
+            flat[...] = results[0].reshape(-1)
+            return flat
+
+        return JoinedWork([self.allgather(flat[self.rank * n : (self.rank + 1) * n])], land)
+
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
         return np.zeros(num_elements, dtype)
 
@@ -483,6 +520,13 @@ class Communicator(ABC):
             and array.nbytes <= MAX_MESSAGE_BYTES
             and (not array.dtype.hasobject if op is None else array.dtype in _REDUCIBLE and op is not ReduceOp.MEAN)
         )
+
+    def _check_slices(self, call: str, flat: Array) -> None:
+        if flat.ndim != 1 or flat.size % self.size:
+            raise ValueError(
+                f"{call} needs a 1-D array whose size is divisible by the number of ranks, "
+                f"got shape {flat.shape} and {self.size} ranks"
+            )
 
     def _check_rank(self, call: str, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -108,6 +108,9 @@ class NCCLCommunicator(Communicator):
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
         return self._host._buffer(num_elements, dtype)
 
+    def stage_reductions(self) -> None:
+        self._host.stage_reductions()
+
     def _reads_gpu_memory(self, call: str) -> bool:
         return call in _CALLS
 
@@ -168,6 +171,9 @@ class NCCLCommunicator(Communicator):
             self._nccl.allGather(address(array), address(gathered), array.nbytes, _UINT8, stream)
 
         return self._stream.start(gathered, gather, array)
+
+    def _allgather_in_place(self, flat: Array) -> Work:
+        return self._host._allgather_in_place(flat)  # of the host: others are no plain arrays
 
     def _all_to_all(self, array: Array) -> Work:
         if xp_of(array) is np:

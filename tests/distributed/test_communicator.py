@@ -655,6 +655,10 @@ def test_time_in_waits_adds_up_over_a_communicator_and_its_splits(ranks):
             lambda comm, a: comm.reduce_scatter(np.zeros(comm.size + 1)) if comm.size > 1 else comm.reduce_scatter(a),
             "reduce_scatter needs a 1-D array whose size is divisible by the number of ranks, got shape",
         ),
+        (
+            lambda comm, a: comm.allgather_in_place(a),
+            "allgather_in_place needs a 1-D array whose size is divisible by the number of ranks, got shape (2, 2)",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(ranks, call, rule):
@@ -672,6 +676,7 @@ ARRAY_CALLS = {
     "reduce_scatter": lambda comm, array: comm.reduce_scatter(array),
     "all_to_all": lambda comm, array: comm.all_to_all(array),
     "allgather": lambda comm, array: comm.allgather(array),
+    "allgather_in_place": lambda comm, array: comm.allgather_in_place(array),
     "isend": lambda comm, array: comm.isend(array, dest=0, tag=0),
     "irecv": lambda comm, array: comm.irecv(array, source=0, tag=0),
 }
@@ -693,7 +698,7 @@ def test_arrays_must_be_contiguous_numbers(ranks, name):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("name", ["broadcast", "allreduce", "reduce_scatter", "irecv"])
+@pytest.mark.parametrize("name", ["broadcast", "allreduce", "reduce_scatter", "allgather_in_place", "irecv"])
 def test_arrays_that_are_written_must_be_writeable(ranks, name):
     def program(comm):
         array = np.zeros(3)
@@ -766,6 +771,26 @@ def test_abort_ends_the_program_with_rank_and_message(abort):
 
 def _abort(comm):
     comm.abort("no data")
+
+
+@pytest.mark.parametrize("in_buffer", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [np.float32, np.int16])
+def test_slices_are_gathered_in_place(ranks, n, dtype, in_buffer):
+    def program(comm):
+        size = comm.size * n
+        memory = comm.buffer(2 * size + 1, dtype) if in_buffer else np.zeros(2 * size + 1, dtype)
+        memory[:] = -1
+        parts = [memory[1 + size :], memory[1 : 1 + size]]
+        for part, first in zip(parts, (0, 100), strict=True):
+            part[comm.rank * n : (comm.rank + 1) * n] = np.arange(comm.rank * n, (comm.rank + 1) * n) + first
+        works = [comm.allgather_in_place(part) for part in parts]
+        for work, part, first in zip(works, parts, (0, 100), strict=True):
+            assert work.wait() is part
+            np.testing.assert_array_equal(part, np.arange(size) + first)
+        assert memory[0] == -1
+
+    ranks.run(program)
 
 
 def test_a_slice_of_a_buffer_is_reduced_to_slices(ranks):

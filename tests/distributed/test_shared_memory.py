@@ -14,8 +14,10 @@ import pytest
 
 from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_by_mpi
 from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
+from distributed.comm.mpi.staging import Staging
 from distributed.comm.mpi.windows import lack_of_shared_files
 from minigrad.models import MLP
+from minigrad.optim import SGD
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
 
@@ -59,6 +61,61 @@ def test_any_interleaving_of_ranks_and_operations_gives_the_sums(num_ranks, seed
         untouched = np.arange(40) % 10 == 9
         expected = np.arange(40) * np.where(untouched, rank + 1, factor)
         np.testing.assert_array_equal(memory, expected)
+
+
+def finished(steps, chance):
+    """Run the steps of operations, (rank, number) -> steps, in any order but that of each rank's launches."""
+    results, waiting, under_way = {}, sorted(steps, key=lambda key: key[1]), []
+    while waiting or under_way:
+        if waiting and (not under_way or chance.random() < 0.3):
+            first = {rank: (rank, number) for rank, number in reversed(waiting)}
+            key = first[chance.choice(list(first))]
+            waiting.remove(key)
+            under_way.append(key)
+        key = under_way[chance.integers(len(under_way))]
+        try:
+            next(steps[key])
+        except StopIteration as end:
+            results[key] = end.value.copy()
+            under_way.remove(key)
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_gathers_among_sums_write_each_slice_to_all(num_ranks, seed):
+    buffers = make_buffers(num_ranks, 8 * 8 * num_ranks)
+    memories = [buffer.memory.view(np.float64).reshape(4, -1) for buffer in buffers]
+    steps = {}
+    for rank, (buffer, memory) in enumerate(zip(buffers, memories, strict=True)):
+        memory[:] = rank + 1
+        for number, row in enumerate(memory):
+            steps[rank, number] = buffer.allgather(row) if number % 2 else buffer.allreduce(row, ReduceOp.SUM)
+    finished(steps, np.random.default_rng(seed))
+    for memory in memories:
+        np.testing.assert_array_equal(memory[::2], num_ranks * (num_ranks + 1) / 2)
+        np.testing.assert_array_equal(memory[1::2], [np.repeat(np.arange(num_ranks) + 1.0, 2)] * 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_longer_than_the_staging_memory_goes_through_in_pieces(num_ranks, seed):
+    chance = np.random.default_rng(seed)
+    stagings = [Staging(buffer, rank, num_ranks) for rank, buffer in enumerate(make_buffers(num_ranks, 64 * num_ranks))]
+    arrays = chance.standard_normal((3, num_ranks, 19 * num_ranks)).astype(np.float32)  # 16 numbers a slice and piece
+    expected = [np.mean(ranks, axis=0, dtype=np.float32).reshape(num_ranks, -1) for ranks in arrays]
+    given = arrays.copy()
+    results = finished(
+        {
+            (rank, number): stagings[rank].reduce_scatter(given[number, rank], ReduceOp.MEAN)
+            for rank in range(num_ranks)
+            for number in range(3)
+        },
+        chance,
+    )
+    for (rank, number), own in results.items():
+        np.testing.assert_allclose(own, expected[number][rank], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(given[number, rank].reshape(num_ranks, -1)[rank], own)
 
 
 def test_a_rank_is_done_only_when_all_are():
@@ -190,6 +247,42 @@ def test_gradients_of_replicas_lie_in_a_window(ranks):
 
 
 @under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_with_shards_values_lie_in_a_window_and_gradients_pass_through_one(ranks, zero):
+    def program(comm):
+        ddp = DistributedDataParallel(MLP([3, 5, 2]), comm, zero=zero)
+        for _ in range(2):  # the second finds them there
+            ddp.optimizer(SGD(0.1))
+        assert all(in_window(ddp.comm, p.data) for p in ddp.params)
+        assert len(ddp.comm._shared) == (2 if zero == 1 else 1)
+        assert (ddp.comm._staging is None) == (zero == 1)
+
+    ranks.run(program)
+
+
+def scattered(comm, dtype):
+    """Reduce arrays to slices, several at once, some longer than what they pass through; return all bytes."""
+    comm.stage_reductions()
+    arrays = [np.random.default_rng([comm.rank, n]).standard_normal(comm.size * n).astype(dtype) for n in (7, 2**19, 0)]
+    works = [comm.reduce_scatter(array, op=op) for op in ReduceOp for array in map(np.copy, arrays)]
+    return [works[i].wait().tobytes() for i in reversed(range(len(works)))]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_staged_reductions_are_in_rank_order(ranks, dtype):
+    def program(comm):
+        comm = comm.duplicate()
+        return scattered(comm, dtype)
+
+    if launched_by_mpi():
+        by_rank = LocalWorld(ranks.size).run(scattered, dtype)
+        ranks.run(lambda comm: np.testing.assert_equal(program(comm), by_rank[comm.rank]))
+    else:
+        ranks.run(program)
+
+
+@under_mpirun
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", ["aabb", "abab"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -222,7 +315,7 @@ def test_hosts_with_unequal_numbers_of_ranks_get_a_plain_array(ranks):
     def program(comm):
         comm = make(hosts="aab")
         if comm.rank == 0:
-            rule = "gradients are reduced through messages, not shared memory: hosts have 1 or 2 ranks"
+            rule = "what ranks reduce and gather travels in messages, not shared memory: hosts have 1 or 2 ranks"
             with pytest.warns(UserWarning, match=rule):
                 buffer = comm.buffer(10, np.float32)
         else:

@@ -29,6 +29,7 @@ from distributed.comm.mpi.rank_order import RankOrderReduction
 from distributed.comm.mpi.reduction import MPIReduction
 from distributed.comm.mpi.roll_call import RollCall
 from distributed.comm.mpi.shared_memory import SharedBuffer, SharedWindow
+from distributed.comm.mpi.staging import STAGING_BYTES, Staging
 from distributed.comm.mpi.windows import allocate_shared, share_file, shared_buffer
 from distributed.comm.reduction import ReduceOp
 from distributed.comm.sequence import MessageSteps
@@ -151,6 +152,7 @@ class MPICommunicator(Communicator):
             self._check = CallCheck(lambda row: _allgather(asked, row), self._label)
         self._num_collectives = 0
         self._shared: list[SharedBuffer] = []
+        self._staging: Staging | None = None
 
     @property
     def library(self) -> str:
@@ -216,17 +218,31 @@ class MPICommunicator(Communicator):
         return self._collective(Call("broadcast", array, root=root), steps())
 
     def _allreduce(self, array: Array, op: ReduceOp) -> Work:
-        shared = next((buffer for buffer in self._shared if buffer.holds(array)), None)
+        shared = self._shared_buffer_of(array)
         steps = self._reduction.allreduce(array, op) if shared is None else shared.allreduce(array, op)
         return self._collective(Call("allreduce", array, op=op), steps)
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
-        shared = next((buffer for buffer in self._shared if buffer.holds(flat) and not buffer.spans_hosts), None)
-        steps = self._reduction.reduce_own_slice(flat, op) if shared is None else shared.reduce_scatter(flat, op)
+        shared = self._shared_buffer_of(flat, spanning=False)
+        if shared is not None:
+            steps = shared.reduce_scatter(flat, op)
+        elif self._staging is not None:
+            steps = self._staging.reduce_scatter(flat, op)
+        else:
+            steps = self._reduction.reduce_own_slice(flat, op)
         return self._collective(Call("reduce_scatter", flat, op=op), steps)
 
     def _allgather(self, array: Array) -> Work:
         return self._collective(Call("allgather", array), _allgather(self._comm, array))
+
+    def _allgather_in_place(self, flat: Array) -> Work:
+        shared = self._shared_buffer_of(flat, spanning=False)
+
+        def steps() -> Steps:
+            request = self._comm.Iallgather(MPI.IN_PLACE, [as_bytes(flat), flat.nbytes // self.size, MPI.BYTE])
+            return (yield from until_done(request, flat))
+
+        return self._collective(Call("allgather_in_place", flat), steps() if shared is None else shared.allgather(flat))
 
     def _all_to_all(self, array: Array) -> Work:
         def steps() -> Steps:
@@ -266,18 +282,31 @@ class MPICommunicator(Communicator):
 
     # Memory that ranks share.
 
+    def _shared_buffer_of(self, array: Array, *, spanning: bool = True) -> SharedBuffer | None:
+        """Return the shared memory that an array lies in; one host's alone, unless it may be `spanning` several."""
+        return next((b for b in self._shared if b.holds(array) and (spanning or not b.spans_hosts)), None)
+
+    def stage_reductions(self) -> None:
+        if self._staging is None:
+            buffer = self._shared_buffer(STAGING_BYTES)
+            if buffer is not None and not buffer.spans_hosts:
+                self._staging = Staging(buffer, self.rank, self.size)
+
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
         """See `Communicator.buffer`: shared memory where `shared_buffer` finds some."""
         num_bytes = num_elements * dtype.itemsize
-        with self._guarded():
-            host, between = self._split_by_host()
-        shared = shared_buffer(
-            self, host, between, num_bytes, deterministic=self._settings.deterministic, allocate=host.shared_window
-        )
+        shared = self._shared_buffer(num_bytes)
         if shared is None:
             return super()._buffer(num_elements, dtype)
         self._shared.append(shared)
         return shared.memory[:num_bytes].view(dtype)
+
+    def _shared_buffer(self, num_bytes: int) -> SharedBuffer | None:
+        with self._guarded():
+            host, between = self._split_by_host()
+        return shared_buffer(
+            self, host, between, num_bytes, deterministic=self._settings.deterministic, allocate=host.shared_window
+        )
 
     def _split_by_host(self) -> tuple[MPICommunicator, MPICommunicator | None]:
         """Return the ranks on this host, and those of this rank's place on every host, None for one. Collective."""

@@ -1,9 +1,11 @@
-"""Reduction through memory that all ranks of a host share: no rank copies another's data before it adds it up.
+"""Collectives in memory that all ranks of a host share: no rank copies another's data before it adds it up.
 
     rank 0   arrived done | a0 a1 |        1. every rank says that its array is there (arrived)
     rank 1   arrived done | b0 b1 |        2. rank r adds up slice r of all arrays and writes it into all of them:
                                               rank 0 makes both a0 + b0, rank 1 both a1 + b1
                                            3. every rank says that it has done so (done)
+
+A gather is the same without a sum: in step 2 rank r writes its own slice into all arrays.
 
 The counters are numbers of operations and only grow, so none has to be reset, and operations follow each other without
 a barrier. Over several hosts each rank's slice is summed with those of the other hosts between the steps 2 and 3,
@@ -85,15 +87,27 @@ class SharedBuffer:
         """
         assert self._between is None
         size = array.size // len(self._memory)
-        yield from self._reduce(array, op, everywhere=False)
+        yield from self._combine(array, op, everywhere=False)
         return array[self._window.rank * size : (self._window.rank + 1) * size]
 
     def allreduce(self, array: Array, op: ReduceOp) -> Steps:
         """Reduce an array that this buffer holds; at the same place on every rank."""
-        return (yield from self._reduce(array, op, everywhere=True))
+        return (yield from self._combine(array, op, everywhere=True))
 
-    def _reduce(self, array: Array, op: ReduceOp, *, everywhere: bool) -> Steps:
-        """Reduce this rank's slice, and write it into the arrays of all ranks, or into its own alone."""
+    def allgather(self, array: Array) -> Steps:
+        """Write this rank's slice of an array that this buffer holds into those of all ranks, on one host.
+
+        The array is at the same place on every rank.
+        """
+        assert self._between is None
+        return (yield from self._combine(array, None, everywhere=True))
+
+    def _combine(self, array: Array, op: ReduceOp | None, *, everywhere: bool) -> Steps:
+        """Reduce this rank's slice, and write it into the arrays of all ranks, or into its own alone.
+
+        Args:
+            op: None takes the slice as it is.
+        """
         self._num_launched += 1
         number = self._num_launched
         offset = _address(array) - _address(self.memory)
@@ -105,7 +119,12 @@ class SharedBuffer:
         self._announce(_ARRIVED, number)
         while self._num_summed < number - 1 or not self._all_have(_ARRIVED, number):
             yield
-        if self._between is None:
+        if op is None:
+            for rank, part in enumerate(parts):
+                if rank != self._window.rank:
+                    part[...] = parts[self._window.rank]
+            self._num_summed = number
+        elif self._between is None:
             reduce_in_rank_order(parts, op, parts if everywhere else [parts[self._window.rank]])
             self._num_summed = number
         else:

@@ -60,7 +60,9 @@ def shared_buffer(
         obstacle = next(filter(None, ranks.gather_objects(failure)), None)
     if window is None or obstacle is not None:
         if ranks.rank == 0:
-            warnings.warn(f"gradients are reduced through messages, not shared memory: {obstacle}", stacklevel=4)
+            warnings.warn(
+                f"what ranks reduce and gather travels in messages, not shared memory: {obstacle}", stacklevel=5
+            )
         return None
     return SharedBuffer(window, ranks.size, between)
 
