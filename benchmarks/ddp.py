@@ -176,14 +176,20 @@ def overlap(what: str, results: Sequence[Result], target: float | None = None) -
     yield Line(f"{what}: gain over reducing after the backward", gains, "x")
 
 
+def turns(results: Sequence[Result], variant: str, steps_a_turn: int) -> list[float]:
+    """Return the median step of each turn, of all rounds."""
+    steps = [result["seconds"][variant] for result in results]
+    return [median(own[i : i + steps_a_turn]) for own in steps for i in range(0, len(own), steps_a_turn)]
+
+
 def shards(size: str, results: Sequence[Result]) -> Iterator[Line]:
-    """Say what shards cost in time, and what is left of the bytes of parameters, gradients and AdamW's state."""
-    plain = seconds(results, "plain")
-    yield Line(f"{size}: a step without a norm", [1e3 * s for s in plain], "ms")
+    """Say what shards cost in time, turn by turn, and what is left of the bytes of weights, gradients and state."""
+    yield Line(f"{size}: a step without a norm", [1e3 * s for s in seconds(results, "plain")], "ms")
+    plain = turns(results, "plain", STEPS[size])
     for level in (1, 2):
-        own = seconds(results, f"zero{level}")
+        own = turns(results, f"zero{level}", STEPS[size])
         ratios = [mine / theirs for mine, theirs in zip(own, plain, strict=True)]
-        yield Line(f"{size}: ZeRO-{level} / without shards", ratios, "x", limit=SHARDED_RATIO)
+        yield Line(f"{size}: ZeRO-{level} / without shards, by turns", ratios, "x", limit=SHARDED_RATIO)
         kept = [result["bytes"][f"zero{level}"] / result["bytes"]["plain"] for result in results]
         yield Line(f"{size}: ZeRO-{level}, bytes / without shards", kept, "x")
 

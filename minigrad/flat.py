@@ -84,15 +84,24 @@ class FlatBuffer:
             ValueError: `storage` has another shape or dtype, or is not contiguous.
             RuntimeError: somebody holds a gradient.
         """
-        found = (storage.shape, storage.dtype, storage.flags.c_contiguous)
-        if found != (self.grad.shape, self.grad.dtype, True):
-            raise ValueError(
-                f"move_grad needs contiguous memory of {self.grad.dtype}{list(self.grad.shape)}, "
-                f"got {storage.dtype}{list(storage.shape)} with strides {storage.strides}"
-            )
+        _check_storage("move_grad", storage, self.grad)
         check_resettable(self.params, "move_grad of")
         storage[...] = self.grad
         self.grad = storage
+        self._place_params()
+
+    def move_data(self, storage: Array) -> None:
+        """Let the values live in `storage` from now on, as `move_grad` does for gradients.
+
+        Args:
+            storage: (n,) contiguous, of the same dtype, used by nobody else.
+        Raises:
+            ValueError: `storage` has another shape or dtype, or is not contiguous.
+        """
+        _check_storage("move_data", storage, self.data)
+        for p in self.params:
+            storage[p.start : p.stop] = p.data.reshape(-1)  # waits for values that are on their way
+        self.data = storage
         self._place_params()
 
     def widen_grad(self, dtype: Any) -> None:
@@ -296,21 +305,36 @@ class FlatRange:
         inside = tuple([p for p in self.params if p.start < stop and start < p.stop])
         return FlatRange(self.flat, start, stop, inside)
 
+    def over_run(self, params: Iterable[Parameter]) -> FlatRange:
+        """Return what adjacent parameters, given in memory order, have of this range."""
+        run = tuple(params)
+        return FlatRange(self.flat, max(run[0].start, self.start), min(run[-1].stop, self.stop), run)
+
+    def trainable(self) -> list[FlatRange]:
+        """Return the parts of this range whose parameters require grad."""
+        runs = groupby(self.params, lambda p: p.requires_grad)
+        return [self.over_run(run) for requires_grad, run in runs if requires_grad]
+
+    def refresh_copy(self) -> None:
+        """Write the values into the copy that ops see, if there is one."""
+        copy = self.copy
+        if copy is not None:
+            copy[...] = self.data
+
     def note_change(self, by: str, *, copied: bool = False) -> None:
         """Note that the values were changed in place.
 
         A backward that still needs them can then say so.
 
         Args:
-            copied: the copy that ops see has been written already.
+            copied: the copy that ops see is written by the caller.
         """
         name = f"{self.name} (by {by})"
         self.flat.version.note(self.data, name)
-        copy = self.copy
-        if copy is not None:
+        if self.copy is not None:
             if not copied:
-                copy[...] = self.data
-            self.flat.version.note(copy, name)
+                self.refresh_copy()
+            self.flat.version.note(self.copy, name)
 
 
 class TensorSlice(NamedTuple):
@@ -340,6 +364,15 @@ def slices_in(part: FlatRange, array: Array) -> Iterator[tuple[Parameter, Tensor
         own = array[start - part.start : stop - part.start]
         is_whole = stop - start == p.size
         yield p, TensorSlice(own.reshape(p.shape) if is_whole else own, p.shape, start - p.start, stop - p.start)
+
+
+def _check_storage(call: str, storage: Array, present: Array) -> None:
+    """Raise ValueError if memory cannot take the place of what is there."""
+    if (storage.shape, storage.dtype, storage.flags.c_contiguous) != (present.shape, present.dtype, True):
+        raise ValueError(
+            f"{call} needs contiguous memory of {present.dtype}{list(present.shape)}, "
+            f"got {storage.dtype}{list(storage.shape)} with strides {storage.strides}"
+        )
 
 
 def grads_of(params: Iterable[Parameter]) -> list[Array]:

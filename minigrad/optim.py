@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -62,15 +61,6 @@ def _checked(params: Iterable[Parameter]) -> Iterator[Parameter]:
         if isinstance(p, dict):
             raise TypeError(f"Optimizer takes parameters, got a dict; groups are the rule's: write {habits.GROUPS}")
         yield p
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-def _inside(part: FlatRange, run: Iterable[Parameter]) -> FlatRange:
-    """Return what adjacent parameters have of a range."""
-    params = tuple(run)
-    return FlatRange(part.flat, max(params[0].start, part.start), min(params[-1].stop, part.stop), params)
 
 
 def is_matrix(p: Parameter) -> bool:
@@ -148,7 +138,7 @@ class Optimizer:
         self._pieces = {
             part: [Piece(own, each, each.init(own.data)) for own, each in divided(part, rule)] for part in self._parts
         }
-        self._known_runs: dict[FlatRange, tuple[Any, list[tuple[FlatRange, bool]], list[FlatRange]]] = {}
+        self._known_runs: dict[FlatRange, tuple[Any, list[tuple[FlatRange, bool]]]] = {}
         if loss_scale is not None and self._parts:
             loss_scale.move_to(self._parts[0].data)
         self._norm = 0.0
@@ -226,22 +216,21 @@ class Optimizer:
                 return
         for part in self._parts:
             self._update(part, part.data, part.grad, self.num_steps)
+            for trainable in part.trainable():
+                trainable.note_change("the optimizer")
         self.num_steps += 1
 
     def _update(self, part: FlatRange, values: Array, grad: Array, step: int) -> None:
-        """Update `values`, those of a part of the memory, by their gradients."""
+        """Update `values`, those of a part of the memory, by their gradients; the change is for the caller to note."""
         if grad.dtype != values.dtype:
             grad = grad.astype(values.dtype)  # added up in a wider one
         for piece, rule, state in self._pieces[part]:
             lr = _at(rule.lr, step)
-            runs, changed = self._runs(piece)
-            for run, decay in runs:
+            for run, decay in self._runs(piece):
                 own = slice(run.start - part.start, run.stop - part.start)
                 of_piece = slice(run.start - piece.start, run.stop - piece.start)
                 own_state = {name: array[of_piece] for name, array in state.items()}
                 rule.update(values[own], grad[own], own_state, lr=lr, step=step, decay=decay)
-            for trainable in changed:
-                trainable.note_change("the optimizer")
 
     def advance(self) -> None:
         """Tell a GPU the numbers of the next step, and count it.
@@ -323,19 +312,18 @@ class Optimizer:
         """Mark all gradients fresh, in place: a bucket may own the memory."""
         zero_grad(self.params)
 
-    def _runs(self, part: FlatRange) -> tuple[list[tuple[FlatRange, bool]], list[FlatRange]]:
-        """Cut a range where weight decay begins or ends, and leave frozen parameters out; return the trainable too."""
+    def _runs(self, part: FlatRange) -> list[tuple[FlatRange, bool]]:
+        """Cut a range where weight decay begins or ends, and leave frozen parameters out."""
         requires_grad = tuple([p.requires_grad for p in part.params])
         known = self._known_runs.get(part)
         if known is None or known[0] != requires_grad:
             runs = [
-                (_inside(part, run), decay)
+                (part.over_run(run), decay)
                 for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, self.decays(p)))
                 if trainable
             ]
-            changed = [_inside(part, run) for trainable, run in groupby(part.params, _requires_grad) if trainable]
-            known = self._known_runs[part] = requires_grad, runs, changed
-        return known[1:]
+            known = self._known_runs[part] = requires_grad, runs
+        return known[1]
 
 
 habits.teach(Optimizer, habits.OPTIMIZER)

@@ -301,6 +301,8 @@ class DistributedDataParallel:
 
         Where ranks share its state out it is of this rank's shards.
 
+        Collective then.
+
         Args:
             rule, decays: see `Optimizer`.
         """

@@ -47,7 +47,12 @@ def kernels_of(x: Array, *others: Array) -> Any:
     """
     if type(x) is not np.ndarray:
         return _of_gpu_arrays(x, *others)
-    if x.size < _LARGE or x.dtype not in _DTYPES:
+    return _REFERENCE if x.size < _LARGE else _of_large_arrays(x, *others)
+
+
+def _of_large_arrays(x: Array, *others: Array) -> Any:
+    """Return the kernels for an array of NumPy's that is worth a call of a compiled one."""
+    if x.dtype not in _DTYPES:
         return _REFERENCE
     for other in others:
         if type(other) is not np.ndarray or other.dtype != x.dtype:
@@ -61,9 +66,9 @@ def kernels_of_runs(x: Array, *others: Array) -> Any:
     Of a large array the short runs get the compiled ones too. Only for kernels that have the bits of the reference:
     how memory is cut into runs changes no number.
     """
-    if type(x) is np.ndarray and x.size < _LARGE and x.base is not None and x.base.size >= 16 * _LARGE:
-        return kernels_of(x.base, x, *others)
-    return kernels_of(x, *others)
+    if type(x) is not np.ndarray or x.size >= _LARGE or getattr(x.base, "nbytes", 0) < 16 * _LARGE * x.itemsize:
+        return kernels_of(x, *others)
+    return _of_large_arrays(x, *others)  # what it is a view of may be bytes: memory that ranks share
 
 
 def _of_gpu_arrays(*arrays: Any) -> Any:

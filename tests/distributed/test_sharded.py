@@ -398,6 +398,33 @@ def test_stages_of_a_model_are_clipped_by_ddp_only(ranks):
     ranks.run(program)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2}, {"step_early": True}], ids=str)
+def test_values_that_arrive_in_a_forward_count_as_changed_by_the_step_before_it(ranks, options):
+    """Noted as they arrived, they made each backward look for a change in all that the forward had kept: 10% of a step.
+
+    And what is frozen has not changed, though it lies in their bucket.
+    """
+
+    def program(comm):
+        model = Toy(4)
+        ddp = DistributedDataParallel(model, comm, **options)
+        optimizer = ddp.optimizer(optim.SGD(1.0))
+        model.b.requires_grad = False
+        model.step(ddp, np.ones(4), wait=True)
+        x = mg.Tensor(np.ones(3, np.float32), requires_grad=True)
+        of_frozen, of_trained = mg.mean(mg.mul(x, model.b)), mg.mean(mg.matmul(model.w, x))
+        optimizer.step()
+        newest = model.w.flat.version.newest
+        mg.mean(mg.matmul(np.ones((1, 4), np.float32), model.w))
+        assert model.w.flat.version.newest == newest
+        mg.backward(of_frozen)
+        with pytest.raises(RuntimeError, match="changed in place since"):
+            mg.backward(of_trained)
+
+    ranks.run(program)
+
+
 # What travels
 
 

@@ -69,10 +69,11 @@ def finished(steps, chance):
     while waiting or under_way:
         if waiting and (not under_way or chance.random() < 0.3):
             first = {rank: (rank, number) for rank, number in reversed(waiting)}
-            key = first[chance.choice(list(first))]
+            key = first[int(chance.choice(list(first)))]
             waiting.remove(key)
-            under_way.append(key)
-        key = under_way[chance.integers(len(under_way))]
+            under_way.append(key)  # and runs to its first wait, as an engine starts it
+        else:
+            key = under_way[chance.integers(len(under_way))]
         try:
             next(steps[key])
         except StopIteration as end:

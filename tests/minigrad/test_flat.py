@@ -336,6 +336,20 @@ def test_memory_for_gradients_must_fit(storage: np.ndarray[Any, Any]) -> None:
     (part,) = mg.FlatBuffer.adopt(make(*SHAPES))
     with pytest.raises(ValueError, match=r"move_grad needs contiguous memory of float64\[13\], got float"):
         part.flat.move_grad(storage)
+    with pytest.raises(ValueError, match=r"move_data needs contiguous memory of float64\[13\], got float"):
+        part.flat.move_data(storage)
+
+
+def test_values_move_into_other_memory() -> None:
+    params = make(*SHAPES)
+    (part,) = mg.FlatBuffer.adopt(params)
+    before = [p.data.copy() for p in params]
+    storage = np.full(13, np.nan)
+    part.flat.move_data(storage)
+    assert part.flat.data is storage
+    for p, values in zip(params, before, strict=True):
+        np.testing.assert_array_equal(p.data, values)
+        assert p.size == 0 or np.shares_memory(p.data, storage)
 
 
 def test_held_gradients_do_not_move() -> None:

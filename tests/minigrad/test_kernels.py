@@ -389,6 +389,8 @@ def test_a_short_run_of_a_large_array_gets_the_compiled_ones(cpu: Any) -> None:
     assert kernels_of_runs(large[3:9], small[:6].astype(float)).adamw is reference.adamw
     assert kernels_of_runs(np.zeros(5, np.float32)).adamw is reference.adamw
     assert kernels_of_runs(large).adamw is cpu.adamw
+    shared = np.zeros(large.nbytes, np.uint8).view(np.float32)  # as memory that ranks share
+    assert kernels_of_runs(shared[3:9], small[:6]).adamw is cpu.adamw
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,6 +3,10 @@
 `optimizer.step()` need not wait for messages: it defers. The first who reads a hidden parameter, an op of the next
 forward as a rule, waits for that parameter's bucket and for no other; a checkpoint, a print, a comparison of replicas
 do so too. So nobody ever sees values of before the step.
+
+For the tape they change at the step, and the optimizer notes it there: what was recorded before holds old values, what
+comes after can hold none. Noted at their arrival, in the middle of a forward, the change would make each backward look
+for it in all that the ops of that forward have kept.
 """
 
 from __future__ import annotations
@@ -42,7 +46,6 @@ class Arrival:
             p.restore()
         if self._update is not None:
             self._update()
-        self._part.note_change("the optimizer", copied=self._update is not None)
 
 
 @contextmanager

@@ -133,6 +133,8 @@ class EarlyOptimizer(Optimizer):
                 update()
             else:
                 self._buckets.arrivals.append(Arrival(bucket.range, wait, update))
+            for part in bucket.range.trainable():
+                part.note_change("the optimizer", copied=True)
 
     def state_slices(self) -> Iterator[tuple[str, TensorSlice]]:
         self._buckets.land_arrivals()
@@ -155,9 +157,9 @@ class EarlyOptimizer(Optimizer):
             grad = part.flat.grad_slice(part.start, part.stop)
             if self._whole_step is None:
                 self._update(part, part.data, grad, step)
+                part.refresh_copy()
                 return
             for arrays in self._on_device(part, grad):
                 self._whole_step.update(*arrays)
-            part.note_change("the optimizer", copied=True)
 
         return wait, update

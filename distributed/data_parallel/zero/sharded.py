@@ -40,7 +40,7 @@ from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.zero.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
 from minigrad.backend import xp_of
 from minigrad.clipping import clip_arrays, norm_of
-from minigrad.flat import FlatRange, TensorSlice, slices_in
+from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, slices_in
 from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Hold, Parameter, check_usable
 from minigrad.update_rules import Rule, divided
@@ -71,6 +71,7 @@ class ShardedBuckets(GradientBucketManager):
         **options: Unpack[BucketOptions],
     ) -> None:
         super().__init__(params, comm, **options)
+        self._moved: dict[FlatBuffer, Array] = {}  # values, where they live for the communicator's sake
         self._shard_hook = self.recorder.comm_hook(reduce_to_shards)
         self._bounds: list[list[int] | None] = []  # of each bucket, where shares are not equal
         loads = [0] * comm.size
@@ -114,8 +115,15 @@ class ShardedBuckets(GradientBucketManager):
             grads |= {p.name: held.array for p, held in slices_in(part, whole)}
         return grads
 
+    def move_values(self) -> None:
+        """Let parameters live where the communicator gathers them fastest, unless they do. Collective."""
+        for flat in dict.fromkeys(bucket.range.flat for bucket in self.buckets):
+            if flat.data is not self._moved.get(flat) and xp_of(flat.data) is np:
+                flat.move_data(self.comm.buffer(flat.data.size, flat.data.dtype))
+                self._moved[flat] = flat.data
+
     def gather(self, bucket: Bucket, values: Array) -> Work:
-        """Launch what brings every rank's share of a bucket to all; `values` is written when it is done."""
+        """Launch what brings every rank's share of a bucket to all, into `values`."""
         bounds = self._bounds[bucket.number]
         start = bucket.range.start
         return gather_shards(values, self.comm, None if bounds is None else [bound - start for bound in bounds])
@@ -144,6 +152,8 @@ class ShardedBuckets(GradientBucketManager):
 class ShardedOptimizer(Optimizer):
     """Steps this rank's shards, and lets the parameters be gathered while the next forward runs.
 
+    Making one is collective: parameters move into memory that ranks of one host share.
+
     Args:
         buckets: of a DistributedDataParallel with zero=1 or 2.
         rule, decays: see `Optimizer`.
@@ -160,6 +170,7 @@ class ShardedOptimizer(Optimizer):
         self._master_dtypes = {part.flat: part.data.dtype for part in buckets.shards if part.copy is not None}
         for flat in self._master_dtypes:
             flat.drop_master()
+        buckets.move_values()
         self._buckets = buckets
         self._arrivals: list[Arrival] = []
         self._has_all = True
@@ -173,17 +184,25 @@ class ShardedOptimizer(Optimizer):
         self._buckets.check_reduced("optimizer.step() with")
         self.finish()
         self._has_all = False
-        for number, part in enumerate(self._parts):
-            grad, master = self._buckets.shard_grad(number), self._masters[number]
-            if master is None:
-                self._update(part, part.data, grad, self.num_steps)
-            else:
-                _follow(master, part.data)
-                self._update(part, master, grad, self.num_steps)
-                part.data[...] = master
-        self.num_steps += 1
-        moved = [bucket for bucket in self._buckets.order.buckets if any(p.requires_grad for p in bucket.range.params)]
-        self._arrivals = [self._gather(bucket) for bucket in reversed(moved)]  # the first layers first
+        step, self.num_steps = self.num_steps, self.num_steps + 1
+        for bucket in reversed(self._buckets.order.buckets):  # the first layers first
+            changed = bucket.range.trainable()
+            if not changed:
+                continue
+            self._step_shard(bucket.number, step)
+            self._arrivals.append(self._gather(bucket))
+            for part in changed:
+                part.note_change("the optimizer")
+
+    def _step_shard(self, number: int, step: int) -> None:
+        """Update this rank's share of a bucket."""
+        part, master, grad = self._parts[number], self._masters[number], self._buckets.shard_grad(number)
+        if master is None:
+            self._update(part, part.data, grad, step)
+        else:
+            _follow(master, part.data)
+            self._update(part, master, grad, step)
+            part.data[...] = master
 
     def _gather(self, bucket: Bucket) -> Arrival:
         """Launch what brings a bucket's parameters to all ranks."""

@@ -52,7 +52,8 @@ class GradientShards(ShardedBuckets):
         return self._grads[number]
 
     def move_gradients(self) -> None:
-        """Do nothing: memory for gradients comes and goes."""
+        """Let gradients be reduced fast, though their memory comes and goes. Collective."""
+        self.comm.stage_reductions()
 
     def _begin(self, share: float | None, reached: Sequence[bool], *, is_even: bool) -> None:
         self._kept = {p for p in self.params if p.hold is KEPT}

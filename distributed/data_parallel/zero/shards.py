@@ -11,7 +11,6 @@ from itertools import pairwise
 
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.work import JoinedWork
-from minigrad.backend import xp_of
 from minigrad.flat import FlatRange
 from minigrad.parameter import Parameter
 
@@ -58,33 +57,17 @@ def reduce_to_shards(grad: Array, comm: Communicator) -> Work:
 
 
 def gather_shards(values: Array, comm: Communicator, bounds: Sequence[int] | None = None) -> Work:
-    """Collect the shards of all ranks in place; `values` is written when the Work is done, and not before.
+    """Collect the shards of all ranks in place; what is not this rank's own is undefined until the Work is done.
 
     Args:
         bounds: where each rank's shard begins, and the end, where they are not equal.
     """
     if bounds is not None:
-        shards = [slice(start, stop) for start, stop in pairwise(bounds)]
-        copies = [
-            comm.broadcast(values[own].copy(), root=root) for root, own in enumerate(shards) if own.start < own.stop
-        ]
-
-        def put(results: list[Array]) -> Array:
-            values[bounds[0] : bounds[-1]] = xp_of(values).concatenate(results)
-            return values
-
-        return JoinedWork(copies, put)
+        shards = [values[start:stop] for start, stop in pairwise(bounds)]
+        works = [comm.broadcast(own, root=root) for root, own in enumerate(shards) if own.size]
+        return JoinedWork(works, lambda _: values)
     even = values.size - values.size % comm.size
-    share = even // comm.size
-    works = [comm.allgather(values[comm.rank * share : (comm.rank + 1) * share])] if even else []
+    works = [comm.allgather_in_place(values[:even])] if even else []
     if even < values.size:
-        works.append(comm.broadcast(values[even:].copy(), root=comm.size - 1))
-
-    def land(results: list[Array]) -> Array:
-        if even < values.size:
-            values[even:] = results.pop()
-        if even:
-            values[:even] = results[0].reshape(-1)
-        return values
-
-    return JoinedWork(works, land)
+        works.append(comm.broadcast(values[even:], root=comm.size - 1))
+    return JoinedWork(works, lambda _: values)
