@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -193,26 +193,29 @@ class Communicator(ABC):
             lambda: xp_of(array).empty((self.size, *array.shape), array.dtype),
         )
 
-    def allgather_in_place(self, flat: Array) -> Work:
-        """Overwrite each rank's slice of `flat` with what that rank has there: what undoes a reduce_scatter.
+    def allgather_in_place(self, *flats: Array) -> Work:
+        """Overwrite each rank's slice of some arrays with what that rank has there.
 
-        Collective. Any dtype; the same size and dtype on every rank.
+        What undoes a reduce_scatter of each. Collective. Any dtype; the same sizes and dtypes on every rank.
 
         Args:
-            flat: (size * n,) contiguous; this rank's slice [rank * n : (rank + 1) * n] is only read. In `buffer()`
-                ranks of one host write straight into each other's.
+            flats: (size * n,) contiguous, n of each its own; this rank's slice [rank * n : (rank + 1) * n] is only
+                read. In one `buffer()` ranks of one host write straight into each other's.
         Returns:
-            Work whose wait() gives `flat`.
+            Work whose wait() gives the first of `flats`.
         Raises:
-            ValueError: `flat` is not 1-D, contiguous and writeable, or flat.size is not divisible by size.
-        Cost: (size - 1) / size * flat.nbytes received per rank.
+            ValueError: there is none, or one is not 1-D, contiguous and writeable, or its size not divisible by size.
+        Cost: (size - 1) / size * nbytes received per rank.
         Source: MPI 4.1, section 6.7 (MPI_IN_PLACE).
         """
-        if self._is_plain(flat) and flat.ndim == 1 and flat.size % self.size == 0:
-            return self._allgather_in_place(flat)
-        check_array("allgather_in_place", flat, written=True)
-        self._check_slices("allgather_in_place", flat)
-        return self._gathered_into(flat)
+        if not flats:
+            raise ValueError("allgather_in_place needs an array")
+        if all(self._is_plain(flat) and flat.ndim == 1 and flat.size % self.size == 0 for flat in flats):
+            return self._allgather_in_place(flats)
+        for flat in flats:
+            check_array("allgather_in_place", flat, written=True)
+            self._check_slices("allgather_in_place", flat)
+        return self._gathered_into(flats)
 
     def all_to_all(self, array: Array) -> Work:
         """Send row r of `array` to rank r, and collect the rows that come here.
@@ -476,18 +479,18 @@ class Communicator(ABC):
     @abstractmethod
     def _irecv(self, array: Array, source: int, tag: int) -> Work: ...
 
-    def _allgather_in_place(self, flat: Array) -> Work:
-        return self._gathered_into(flat)
+    def _allgather_in_place(self, flats: Sequence[Array]) -> Work:
+        return self._gathered_into(flats)
 
-    def _gathered_into(self, flat: Array) -> Work:
+    def _gathered_into(self, flats: Sequence[Array]) -> Work:
         """Gather slices into memory of their own first."""
-        n = flat.size // self.size
 
         def land(results: list[Array]) -> Array:
-            flat[...] = results[0].reshape(-1)
-            return flat
+            for flat, rows in zip(flats, results, strict=True):
+                flat[...] = rows.reshape(-1)
+            return flats[0]
 
-        return JoinedWork([self.allgather(flat[self.rank * n : (self.rank + 1) * n])], land)
+        return JoinedWork([self.allgather(flat.reshape(self.size, -1)[self.rank]) for flat in flats], land)
 
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
         return np.zeros(num_elements, dtype)

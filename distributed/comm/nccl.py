@@ -12,7 +12,7 @@ Source: NVIDIA, NCCL documentation, "Collective Communication Functions" and "Us
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -172,8 +172,8 @@ class NCCLCommunicator(Communicator):
 
         return self._stream.start(gathered, gather, array)
 
-    def _allgather_in_place(self, flat: Array) -> Work:
-        return self._host._allgather_in_place(flat)  # of the host: others are no plain arrays
+    def _allgather_in_place(self, flats: Sequence[Array]) -> Work:
+        return self._host._allgather_in_place(flats)  # of the host: others are no plain arrays
 
     def _all_to_all(self, array: Array) -> Work:
         if xp_of(array) is np:

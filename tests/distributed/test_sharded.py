@@ -433,7 +433,7 @@ def test_a_gather_puts_together_what_the_reduction_took_apart(ranks):
         for size in range(12):
             grad = np.arange(size) + 100.0 * comm.rank
             reduce_to_shards(grad, comm).wait()
-            gather_shards(grad, comm).wait()
+            gather_shards([(grad, None)], comm).wait()
             expected = comm.size * np.arange(size) + 100.0 * sum(range(comm.size))
             np.testing.assert_array_equal(grad, expected)
 

@@ -91,11 +91,12 @@ def test_gathers_among_sums_write_each_slice_to_all(num_ranks, seed):
     for rank, (buffer, memory) in enumerate(zip(buffers, memories, strict=True)):
         memory[:] = rank + 1
         for number, row in enumerate(memory):
-            steps[rank, number] = buffer.allgather(row) if number % 2 else buffer.allreduce(row, ReduceOp.SUM)
+            halves = [row[:num_ranks], row[num_ranks:]]
+            steps[rank, number] = buffer.allgather(halves) if number % 2 else buffer.allreduce(row, ReduceOp.SUM)
     finished(steps, np.random.default_rng(seed))
     for memory in memories:
         np.testing.assert_array_equal(memory[::2], num_ranks * (num_ranks + 1) / 2)
-        np.testing.assert_array_equal(memory[1::2], [np.repeat(np.arange(num_ranks) + 1.0, 2)] * 2)
+        np.testing.assert_array_equal(memory[1::2], [np.tile(np.arange(num_ranks) + 1.0, 2)] * 2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

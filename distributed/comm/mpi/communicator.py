@@ -235,14 +235,18 @@ class MPICommunicator(Communicator):
     def _allgather(self, array: Array) -> Work:
         return self._collective(Call("allgather", array), _allgather(self._comm, array))
 
-    def _allgather_in_place(self, flat: Array) -> Work:
-        shared = self._shared_buffer_of(flat, spanning=False)
+    def _allgather_in_place(self, flats: Sequence[Array]) -> Work:
+        shared = self._shared_buffer_of(flats[0], spanning=False)
+        if shared is not None and all(map(shared.holds, flats)):
+            return self._collective(Call("allgather_in_place", flats[0]), shared.allgather(flats))
 
         def steps() -> Steps:
-            request = self._comm.Iallgather(MPI.IN_PLACE, [as_bytes(flat), flat.nbytes // self.size, MPI.BYTE])
-            return (yield from until_done(request, flat))
+            received = [[as_bytes(flat), flat.nbytes // self.size, MPI.BYTE] for flat in flats]
+            for request in [self._comm.Iallgather(MPI.IN_PLACE, each) for each in received]:
+                yield from until_done(request, flats[0])
+            return flats[0]
 
-        return self._collective(Call("allgather_in_place", flat), steps() if shared is None else shared.allgather(flat))
+        return self._collective(Call("allgather_in_place", flats[0]), steps())
 
     def _all_to_all(self, array: Array) -> Work:
         def steps() -> Steps:

@@ -16,7 +16,7 @@ This file knows no MPI: it is given the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,44 +87,34 @@ class SharedBuffer:
         """
         assert self._between is None
         size = array.size // len(self._memory)
-        yield from self._combine(array, op, everywhere=False)
+        yield from self._reduce(array, op, everywhere=False)
         return array[self._window.rank * size : (self._window.rank + 1) * size]
 
     def allreduce(self, array: Array, op: ReduceOp) -> Steps:
         """Reduce an array that this buffer holds; at the same place on every rank."""
-        return (yield from self._combine(array, op, everywhere=True))
+        return (yield from self._reduce(array, op, everywhere=True))
 
-    def allgather(self, array: Array) -> Steps:
-        """Write this rank's slice of an array that this buffer holds into those of all ranks, on one host.
+    def allgather(self, arrays: Sequence[Array]) -> Steps:
+        """Write this rank's slices of arrays that this buffer holds into those of all ranks, on one host.
 
-        The array is at the same place on every rank.
+        The arrays are at the same places on every rank.
         """
         assert self._between is None
-        return (yield from self._combine(array, None, everywhere=True))
-
-    def _combine(self, array: Array, op: ReduceOp | None, *, everywhere: bool) -> Steps:
-        """Reduce this rank's slice, and write it into the arrays of all ranks, or into its own alone.
-
-        Args:
-            op: None takes the slice as it is.
-        """
-        self._num_launched += 1
-        number = self._num_launched
-        offset = _address(array) - _address(self.memory)
-        arrays = [memory[offset : offset + array.nbytes].view(array.dtype) for memory in self._memory]
-        bounds = [array.size * rank // len(arrays) for rank in range(len(arrays) + 1)]
-        own = slice(bounds[self._window.rank], bounds[self._window.rank + 1])
-        parts = [each[own] for each in arrays]
-
-        self._announce(_ARRIVED, number)
-        while self._num_summed < number - 1 or not self._all_have(_ARRIVED, number):
-            yield
-        if op is None:
+        slices = [self._own_slices(array) for array in arrays]
+        number = yield from self._arrive()
+        for parts in slices:
             for rank, part in enumerate(parts):
                 if rank != self._window.rank:
                     part[...] = parts[self._window.rank]
-            self._num_summed = number
-        elif self._between is None:
+        self._num_summed = number
+        yield from self._leave(number)
+        return arrays[0]
+
+    def _reduce(self, array: Array, op: ReduceOp, *, everywhere: bool) -> Steps:
+        """Reduce this rank's slice, and write it into the arrays of all ranks, or into its own alone."""
+        parts = self._own_slices(array)
+        number = yield from self._arrive()
+        if self._between is None:
             reduce_in_rank_order(parts, op, parts if everywhere else [parts[self._window.rank]])
             self._num_summed = number
         else:
@@ -137,10 +127,29 @@ class SharedBuffer:
             divide_mean(total, total, op, self._num_ranks)
             for part in parts:
                 part[...] = total
+        yield from self._leave(number)
+        return array
+
+    def _own_slices(self, array: Array) -> list[Array]:
+        """Return what this rank works on: its slice of the array of each rank."""
+        offset = _address(array) - _address(self.memory)
+        first, stop = (array.size * rank // len(self._memory) for rank in (self._window.rank, self._window.rank + 1))
+        return [memory[offset : offset + array.nbytes].view(array.dtype)[first:stop] for memory in self._memory]
+
+    def _arrive(self) -> Generator[None, None, int]:
+        """Launch an operation: wait until all ranks have, and this one has worked on the one before."""
+        self._num_launched += 1
+        number = self._num_launched
+        self._announce(_ARRIVED, number)
+        while self._num_summed < number - 1 or not self._all_have(_ARRIVED, number):
+            yield
+        return number
+
+    def _leave(self, number: int) -> Generator[None, None, None]:
+        """Wait until all ranks have worked on an operation, as this one has."""
         self._announce(_DONE, number)
         while not self._all_have(_DONE, number):
             yield
-        return array
 
     def _announce(self, counter: int, number: int) -> None:
         self._window.fence()

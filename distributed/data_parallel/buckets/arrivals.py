@@ -11,29 +11,31 @@ for it in all that the ops of that forward have kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from distributed.comm.communicator import Communicator
 from distributed.trace.recorder import Recorder
-from minigrad.flat import FlatRange
+from minigrad.parameter import Parameter
 
 
 class Arrival:
     """The new values of some parameters.
 
     Args:
-        part: where they lie.
+        params: these.
         wait: blocks until what they are made of is there; called once.
         update: makes them of it, then; where they are there already, nothing.
     """
 
-    def __init__(self, part: FlatRange, wait: Callable[[], None], update: Callable[[], None] | None = None) -> None:
-        self._part = part
+    def __init__(
+        self, params: Sequence[Parameter], wait: Callable[[], None], update: Callable[[], None] | None = None
+    ) -> None:
+        self._params = params
         self._wait = wait
         self._update = update
         self._is_over = False
-        for p in part.params:
+        for p in params:
             p.defer(self.land)
 
     def land(self) -> None:
@@ -42,16 +44,16 @@ class Arrival:
             return
         self._wait()
         self._is_over = True
-        for p in self._part.params:
+        for p in self._params:
             p.restore()
         if self._update is not None:
             self._update()
 
 
 @contextmanager
-def waiting_for_values(part: FlatRange, comm: Communicator, recorder: Recorder) -> Iterator[None]:
+def waiting_for_values(params: Sequence[Parameter], comm: Communicator, recorder: Recorder) -> Iterator[None]:
     """Say, inside the `with`, that this rank waits for new values of parameters."""
-    what = f"parameters {part.params[0].name} ..."
+    what = f"parameters {params[0].name} ..."
     with ExitStack() as stack:
         stack.enter_context(recorder.span("wait", what))
         stack.enter_context(comm.waiting_for(what))

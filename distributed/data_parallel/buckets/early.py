@@ -132,7 +132,7 @@ class EarlyOptimizer(Optimizer):
                 wait()
                 update()
             else:
-                self._buckets.arrivals.append(Arrival(bucket.range, wait, update))
+                self._buckets.arrivals.append(Arrival(bucket.range.params, wait, update))
             for part in bucket.range.trainable():
                 part.note_change("the optimizer", copied=True)
 
@@ -149,7 +149,7 @@ class EarlyOptimizer(Optimizer):
 
         def wait() -> None:
             if bucket.work is not None and not bucket.is_landed:
-                with waiting_for_values(part, buckets.comm, buckets.recorder):
+                with waiting_for_values(part.params, buckets.comm, buckets.recorder):
                     buckets.settle(bucket)
 
         def update() -> None:

@@ -46,6 +46,7 @@ from minigrad.parameter import Hold, Parameter, check_usable
 from minigrad.update_rules import Rule, divided
 
 IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
+GATHER_BYTES = 1 << 20  # of small buckets that are gathered together: a gather costs calls, and hides behind few ops
 SHARDED = Hold(f"its grad is reduced, and {IN_SHARDS}", final=True, partial=True, after_reset=UNREDUCED)
 
 
@@ -111,7 +112,7 @@ class ShardedBuckets(GradientBucketManager):
             part = bucket.range
             whole = xp_of(shard.data).zeros(part.stop - part.start, part.flat.grad.dtype)
             whole[shard.start - part.start : shard.stop - part.start] = self.shard_grad(bucket.number)
-            self.gather(bucket, whole).wait()
+            self.gather([(bucket, whole)]).wait()
             grads |= {p.name: held.array for p, held in slices_in(part, whole)}
         return grads
 
@@ -122,11 +123,14 @@ class ShardedBuckets(GradientBucketManager):
                 flat.move_data(self.comm.buffer(flat.data.size, flat.data.dtype))
                 self._moved[flat] = flat.data
 
-    def gather(self, bucket: Bucket, values: Array) -> Work:
-        """Launch what brings every rank's share of a bucket to all, into `values`."""
-        bounds = self._bounds[bucket.number]
-        start = bucket.range.start
-        return gather_shards(values, self.comm, None if bounds is None else [bound - start for bound in bounds])
+    def gather(self, buckets: Sequence[tuple[Bucket, Array]]) -> Work:
+        """Launch what brings every rank's share of some buckets to all, each into the array beside it."""
+
+        def bounds(bucket: Bucket) -> list[int] | None:
+            uneven = self._bounds[bucket.number]
+            return None if uneven is None else [bound - bucket.range.start for bound in uneven]
+
+        return gather_shards([(values, bounds(bucket)) for bucket, values in buckets], self.comm)
 
     def scale_to_norm(self, params: Iterable[Parameter], norm: float, max_norm: float) -> None:
         clip_arrays((grad for _, grad in self._own(params)), norm, max_norm)
@@ -184,37 +188,53 @@ class ShardedOptimizer(Optimizer):
         self._buckets.check_reduced("optimizer.step() with")
         self.finish()
         self._has_all = False
-        step, self.num_steps = self.num_steps, self.num_steps + 1
-        for bucket in reversed(self._buckets.order.buckets):  # the first layers first
-            changed = bucket.range.trainable()
-            if not changed:
-                continue
-            self._step_shard(bucket.number, step)
-            self._arrivals.append(self._gather(bucket))
-            for part in changed:
-                part.note_change("the optimizer")
+        for number in range(len(self._parts)):
+            self._step_shard(number)
+        self.num_steps += 1
+        self._arrivals = [self._gather(run) for run in self._runs_to_gather()]
+        for part in (part for bucket in self._buckets.buckets for part in bucket.range.trainable()):
+            part.note_change("the optimizer")
 
-    def _step_shard(self, number: int, step: int) -> None:
+    def _step_shard(self, number: int) -> None:
         """Update this rank's share of a bucket."""
         part, master, grad = self._parts[number], self._masters[number], self._buckets.shard_grad(number)
         if master is None:
-            self._update(part, part.data, grad, step)
+            self._update(part, part.data, grad, self.num_steps)
         else:
             _follow(master, part.data)
-            self._update(part, master, grad, step)
+            self._update(part, master, grad, self.num_steps)
             part.data[...] = master
 
-    def _gather(self, bucket: Bucket) -> Arrival:
-        """Launch what brings a bucket's parameters to all ranks."""
-        part, comm, recorder = bucket.range, self._buckets.comm, self._buckets.recorder
-        size = f"{part.data.nbytes / 2**20:.2f} MiB"
-        work = recorder.watch("gather", size, lambda: self._buckets.gather(bucket, part.data))
+    def _runs_to_gather(self) -> Iterator[list[Bucket]]:
+        """Yield the buckets that change, those of the first layers first, as many as are gathered together."""
+        run: list[Bucket] = []
+        for bucket in reversed(self._buckets.order.buckets):
+            part = bucket.range
+            if not any(p.requires_grad for p in part.params):
+                continue
+            if run and part.flat is not run[0].range.flat:
+                yield run
+                run = []
+            run.append(bucket)
+            if sum(b.range.data.nbytes for b in run) >= GATHER_BYTES:
+                yield run
+                run = []
+        if run:
+            yield run
+
+    def _gather(self, run: Sequence[Bucket]) -> Arrival:
+        """Launch what brings the parameters of some buckets to all ranks."""
+        comm, recorder = self._buckets.comm, self._buckets.recorder
+        params = [p for bucket in run for p in bucket.range.params]
+        parts = [(bucket, bucket.range.data) for bucket in run]
+        size = f"{sum(values.nbytes for _, values in parts) / 2**20:.2f} MiB"
+        work = recorder.watch("gather", size, lambda: self._buckets.gather(parts))
 
         def bring() -> None:
-            with waiting_for_values(part, comm, recorder):
+            with waiting_for_values(params, comm, recorder):
                 work.wait()
 
-        return Arrival(part, bring)
+        return Arrival(params, bring)
 
     def finish(self) -> None:
         """Block until all parameters are there."""

@@ -56,18 +56,23 @@ def reduce_to_shards(grad: Array, comm: Communicator) -> Work:
     return JoinedWork(works, lambda _: grad)
 
 
-def gather_shards(values: Array, comm: Communicator, bounds: Sequence[int] | None = None) -> Work:
+def gather_shards(buckets: Sequence[tuple[Array, Sequence[int] | None]], comm: Communicator) -> Work:
     """Collect the shards of all ranks in place; what is not this rank's own is undefined until the Work is done.
 
     Args:
-        bounds: where each rank's shard begins, and the end, where they are not equal.
+        buckets: of each its values, and where each rank's shard of them begins, and the end, where not equal.
     """
-    if bounds is not None:
-        shards = [values[start:stop] for start, stop in pairwise(bounds)]
-        works = [comm.broadcast(own, root=root) for root, own in enumerate(shards) if own.size]
-        return JoinedWork(works, lambda _: values)
-    even = values.size - values.size % comm.size
-    works = [comm.allgather_in_place(values[:even])] if even else []
-    if even < values.size:
-        works.append(comm.broadcast(values[even:], root=comm.size - 1))
-    return JoinedWork(works, lambda _: values)
+    evens, works = [], []
+    for values, bounds in buckets:
+        if bounds is not None:
+            shards = [values[start:stop] for start, stop in pairwise(bounds)]
+            works += [comm.broadcast(own, root=root) for root, own in enumerate(shards) if own.size]
+            continue
+        even = values.size - values.size % comm.size
+        if even:
+            evens.append(values[:even])
+        if even < values.size:
+            works.append(comm.broadcast(values[even:], root=comm.size - 1))
+    if evens:
+        works.append(comm.allgather_in_place(*evens))
+    return JoinedWork(works, lambda _: buckets[0][0])
