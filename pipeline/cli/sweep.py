@@ -65,10 +65,6 @@ def run(arguments: argparse.Namespace) -> None:
         raise flags.in_flags(rule) from rule
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
-    if arguments.json:
-        print(to_json(results))
-    elif arguments.csv is None:
-        print(to_csv(results).rstrip())
     if arguments.svg is not None:
         down, across = (axes + [name for name in several if name not in axes])[:2]
         name = arguments.value.replace("-", "_")
@@ -76,3 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         title = f"{next(iter(candidates))}: {VALUES[arguments.value]}"
         drawing = svg(heat_map(cells, title, down=AXES[down], across=AXES[across]))
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
+    if arguments.json:
+        print(to_json(results))
+    elif arguments.csv is None:
+        print(to_csv(results).rstrip())
