@@ -119,7 +119,8 @@ SCENES = {
 
 
 @pytest.mark.parametrize(
-    ("scene", "num_ranks"), [*((scene, 1) for scene in SCENES), ("the only one is saved again", 2)]
+    ("scene", "num_ranks"),
+    [*((scene, 1) for scene in SCENES), pytest.param("the only one is saved again", 2, marks=pytest.mark.long)],
 )
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path, monkeypatch, scene, num_ranks):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill of a process loses nothing that was written
