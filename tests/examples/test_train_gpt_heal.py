@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import ROOT, run_job, start, survives_deaths, write_text
@@ -34,6 +35,16 @@ def test_a_layout_for_those_that_are_left_keeps_the_step() -> None:
     assert layouts(3, 1, 1, 2, exact=True) == (1, 1, 3)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    """What an undisturbed run of one process prints, and the loss of each of its steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    flags = [*SIZES.split(), "--exact", "--text", str(write_text(folder)), "--microbatches", "4", "--run", "alone"]
+    result = run_job([SCRIPT, *flags], ranks=None, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return result.stdout, [line["loss"] for line in metrics(folder / "alone")]
+
+
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -46,21 +57,18 @@ def test_a_layout_for_those_that_are_left_keeps_the_step() -> None:
     ],
 )
 def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
-    flags_of_it: str, num_ranks: int, goes_on: str, tmp_path: Path
+    flags_of_it: str, num_ranks: int, goes_on: str, alone: tuple[str, list[float]], tmp_path: Path
 ) -> None:
     """With exact sums there is one hash for every layout, so also for one process, and for a run that changed it.
 
     It saves before the kill and after it.
     """
     flags = [*SIZES.split(), "--save-every", "3", "--exact", "--text", str(write_text(tmp_path))]
-    alone = run_job([SCRIPT, *flags, "--microbatches", "4", "--run", "alone"], ranks=None, cwd=tmp_path)
-    assert alone.returncode == 0, alone.stderr
     flags += ["--dp", "2", "--microbatches", "2", *flags_of_it.split(), "--run", "healed", "--progress", "lines"]
     code, output, errors = kill_in([SCRIPT, *flags], tmp_path, num_ranks=num_ranks)
     assert code == 0, errors
-    assert weights(output) == weights(alone.stdout)
-    check_metrics(tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "healed" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path / "healed")
+    check_same(output, lines, alone)
     assert [line["redone_steps"] for line in lines if "redone_steps" in line] == [0]
     assert re.search(rf"healed in \d+\.\d s: {goes_on} on at step \d+, from a living rank\n", errors)
     names = {path.name for path in (tmp_path / "healed").iterdir()}
@@ -70,24 +78,27 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
 
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 @pytest.mark.long
-def test_a_run_whose_every_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_whose_every_process_is_killed_goes_on_from_its_checkpoint(
+    alone: tuple[str, list[float]], tmp_path: Path
+) -> None:
     flags = [*SIZES.split(), "--save-every", "20", "--exact", "--text", str(write_text(tmp_path))]
-    alone = run_job([SCRIPT, *flags, "--microbatches", "4", "--run", "alone"], ranks=None, cwd=tmp_path)
     flags += ["--dp", "2", "--microbatches", "2", "--heal", "replace", "--run", "healed"]
     code, output, errors = kill_in([SCRIPT, *flags], tmp_path, whom="mpirun", after=25)
     assert code == 0, errors
-    assert weights(output) == weights(alone.stdout)
-    check_metrics(tmp_path)
+    check_same(output, metrics(tmp_path / "healed"), alone)
     assert re.search(r"the job was lost after \d+ steps \(mpirun died of SIGKILL\): all ranks start again\n", errors)
     assert re.search(r"2 ranks go on at step 20, from the last checkpoint, \d+ steps are done again\n", errors)
 
 
-def check_metrics(folder: Path) -> None:
-    """Check that the healed run has a line for each step, with the loss of the other one."""
-    runs = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("healed", "alone")]
-    healed, alone = ([json.loads(line) for line in lines] for lines in runs)
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_same(output: str, healed: list[dict[str, Any]], alone: tuple[str, list[float]]) -> None:
+    """Check that a healed run has the other one's weights, and a line for each step with the other one's loss."""
+    assert weights(output) == weights(alone[0])
     assert [line["step"] for line in healed] == list(range(NUM_STEPS))
-    assert [line["loss"] for line in healed] == [line["loss"] for line in alone]
+    assert [line["loss"] for line in healed] == alone[1]
 
 
 def weights(output: str) -> str:
