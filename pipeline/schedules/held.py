@@ -131,10 +131,6 @@ class Measured:
         stages = self.stages_of(num_stages)
         return [float(stage.activations + sum(gift.size - gift.kept for gift in stage.gifts)) for stage in stages]
 
-    def messages(self, num_stages: int) -> list[float]:
-        """Return the bytes of what crosses each boundary."""
-        return [stage.message for stage in self.stages_of(num_stages)[1:]]
-
 
 def rank_bytes(
     stages: Sequence[StageBytes], schedule: Schedule, *, num_ranks: int, num_microbatches: int, num_shards: int = 1

@@ -33,7 +33,6 @@ def test_what_is_written_is_read_back():
     measured = from_json(TEXT, "held.json")
     assert {count: measured.stages_of(count) for count in STAGES} == STAGES
     assert measured.num_shards == 2
-    assert measured.messages(2) == [5]
     with pytest.raises(ValueError, match=r"held.json has a model cut into 2, 4 stages, and not 8"):
         measured.stages_of(8)
 
