@@ -78,15 +78,16 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.exact is not None:
         exact = shortest(found.problem, orders, measure=arguments.measure, seconds=arguments.exact)
         orders, timeline = exact.orders, exact.timeline
+    num_stages = num_chunks * arguments.ranks
+    peaks = None if measured is None else measured.peaks(timeline, num_stages, PLACEMENTS[best][1])
+    if peaks is not None:
+        _check_gradients_of_skips(peaks, arguments.memory)
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(orders), encoding="utf-8"))
-    num_stages = num_chunks * arguments.ranks
     title = f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches"
     if arguments.svg is not None:
         drawing = svg(picture(timeline, title))
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
-    peaks = None if measured is None else measured.peaks(found.timeline, num_stages, PLACEMENTS[best][1])
-    _check_gradients_of_skips(peaks or [], arguments.memory)
     if arguments.json:
         print(
             flags.as_json(

@@ -183,12 +183,7 @@ def test_spares_rehearse_and_nobody_else_does():
     rehearsed = []
 
     def program(comm):
-        for attempt in recovering(
-            comm, builder(), num_steps=1, num_spares=1, rehearse=lambda: rehearsed.append(comm.rank)
-        ):
-            with attempt as toy:
-                toy.optimizer.zero_grad()
-                attempt.commit()
+        train(comm, builder(), num_steps=1, num_spares=1, rehearse=lambda: rehearsed.append(comm.rank))
 
     world(3).run(program)
     assert rehearsed == [2]
