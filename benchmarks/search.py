@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--stop", type=float, default=math.inf, help="begin no exact row after so many seconds")
     parser.add_argument("--part", choices=PARTS, help="one table only; the others are kept as they are")
     arguments = parser.parse_args()
-    kept = RESULTS.read_text(encoding="utf-8").strip().split("\n\n") if RESULTS.exists() else []
+    kept = RESULTS.read_text(encoding="utf-8").strip("\n").split("\n\n") if RESULTS.exists() else []
     texts = dict(zip(PARTS, kept, strict=False))
     tables: dict[str, Callable[[], Iterable[list[str]]]] = {
         "published": lambda: [published_rows(arguments.seconds)],

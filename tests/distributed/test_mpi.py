@@ -241,7 +241,7 @@ def test_a_stall_names_the_ranks_that_have_not_come(ranks):
                 work.wait()
             waiting = "".join(f"; rank {rank} waits for allreduce of float64[3] by SUM #0" for rank in range(1, last))
             assert str(caught.value) == (
-                "no rank may wait longer than 1.0 s, but rank 0 waits for allreduce of float64[3] by SUM #0"
+                "no rank may wait longer than 1 s, but rank 0 waits for allreduce of float64[3] by SUM #0"
                 f"{waiting}; rank {last} has not come: it computes, or is gone"
             )
             comm.send(np.zeros(1), dest=last, tag=0)
