@@ -7,8 +7,8 @@
 Each rank steps its own optimizer, on its own samples, with no gradient on any wire. After `every` steps the ranks
 average how far they have come from where they last agreed, and take that as the gradient of an outer rule, as a rule
 SGD with Nesterov momentum. So a slow link carries one model in `every` steps. In fragments it carries a part at a time,
-with a delay while the next steps compute, and with a comm hook in few bits. The momentum is for many agreements: in a run
-of hundreds of steps the plain mean, `SGD(1.0)`, every few of them loses less (docs/performance.md has how much).
+with a delay while the next steps compute, and with a comm hook in few bits. The momentum is for many agreements: in
+hundreds of steps the plain mean, `SGD(1.0)`, every few of them loses less (docs/performance.md has how much).
 
 What a rank learns during the delay goes on from what was agreed on, so that the mean of all ranks misses no update. The
 paper mixes instead, by an alpha, and with alpha 0 drops it:
