@@ -98,6 +98,8 @@ def test_what_waits_takes_memory_where_it_was_made():
     # Rank 0: two values wait at time 2, with two tapes. Rank 2: its last gradient is there before its tape goes.
     assert timeline.peak_memory(1, 0, skips=[(0, 2)], skip_memory=10) == [22, 2, 21]
     assert timeline.peak_memory(0, 0, skips=[(0, 2), (0, 1)], skip_memory=[10, 1]) == [22, 2, 20]
+    # What the giver keeps anyway waits for free; its gradient, on the taker's rank, does not.
+    assert timeline.peak_memory(0, 0, skips=[(0, 2)], skip_memory=10, skip_kept=10) == [0, 0, 20]
     # In a V both ends may be on one rank: what waits is held from the first action to the second.
     row = simulate(SCHEDULES["zbv"].orders(1, 1), num_stages=2).peak_memory(0, 0, skips=[(0, 1)])
     assert row == [1]
