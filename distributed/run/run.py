@@ -20,7 +20,8 @@ from distributed.comm.outcome import note_run
 from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.data_parallel.overlap import overlap_report
 from distributed.protocols import HasState, HasTensors
-from distributed.recovery.attempts import RESTORED, Recovery
+from distributed.recovery.loop import Recovery
+from distributed.recovery.sources import RESTORED
 from distributed.recovery.state import Training
 from distributed.run.attempts import AttemptLoop, RunAttempt
 from distributed.run.command_line import CHECKPOINTS, METRICS, fail, to_save
