@@ -415,6 +415,11 @@ class Communicator(ABC):
             self._subject = before
 
     @property
+    def survives(self) -> bool:
+        """Whether this is of a world that survives the death of a rank."""
+        return False
+
+    @property
     def is_newcomer(self) -> bool:
         """Whether this process took the place of a rank that died.
 

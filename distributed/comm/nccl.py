@@ -66,6 +66,10 @@ class NCCLCommunicator(Communicator):
         self._messages: NCCLMessages | None = None
 
     @property
+    def survives(self) -> bool:
+        return self._host.survives
+
+    @property
     def library(self) -> str:
         major, minor = divmod(self._version // 100, 100)
         return f"{self._host.library} and NCCL {major}.{minor}"

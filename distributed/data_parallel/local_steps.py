@@ -124,8 +124,8 @@ class LocalSteps:
             hook with a memory counts what this process has sent.
 
     Raises:
-        ValueError: every is no multiple of num_fragments or not above the delay, alpha is not in 0 .. 1, or ranks have
-            other parameters.
+        ValueError: every is no multiple of num_fragments or not above the delay, alpha is not in 0 .. 1, ranks have
+            other parameters, or the world survives failures: see docs/recovery.md.
     """
 
     def __init__(
@@ -142,6 +142,11 @@ class LocalSteps:
         inner: Optimizer | None = None,
     ) -> None:
         params = list(dict.fromkeys(params))
+        if comm.survives:
+            raise ValueError(
+                "local steps give ranks different weights under one name, which a world that survives failures "
+                f"(survive=True) cannot give to another rank; got rank {comm.rank} of {comm.size} of such a world"
+            )
         if num_fragments < 1 or every < 1 or every % num_fragments:
             raise ValueError(f"every must be a multiple of num_fragments, got {every} and {num_fragments}")
         if num_fragments > len(params):

@@ -334,3 +334,15 @@ def test_wrong_settings_are_refused(how, message):
     params = [mg.Parameter(np.ones(1), name) for name in ("a", "b")]
     with pytest.raises(ValueError, match=message):
         LocalSteps(params, SoloCommunicator(), SGD(1.0), **how)
+
+
+def test_a_world_that_survives_failures_is_refused():
+    """A rank that steps in would get one rank's weights, and think that all of them agreed on these."""
+
+    def program(comm):
+        params = [mg.Parameter(np.ones(1), "a")]
+        with pytest.raises(ValueError, match=r"a world that survives failures .* got rank . of 2 of such a world"):
+            LocalSteps(params, comm.split(0), SGD(1.0), every=2)
+        return True
+
+    assert LocalWorld(2, survive=True).run(program) == [True, True]

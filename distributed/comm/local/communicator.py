@@ -138,6 +138,10 @@ class LocalCommunicator(Communicator):
         self._collective(Call("barrier"), None, list, lambda _: None).wait()
 
     @property
+    def survives(self) -> bool:
+        return self._job.survives
+
+    @property
     def is_newcomer(self) -> bool:
         return self._is_newcomer
 

@@ -31,6 +31,7 @@ class Job:
     Args:
         start: starts a newcomer with this number, in the world of a family.
         deaths: rank -> the number of its call of a communicator, from 0, in which it dies.
+        survives: whether a death ends the rank alone, and not the job.
     Attributes:
         changed: guards this job and all that its ranks share.
         wait_clocks: by rank of the first world.
@@ -43,10 +44,12 @@ class Job:
         timeout_seconds: float,
         start: Callable[[int, Family], None],
         deaths: dict[int, int],
+        survives: bool = False,
     ) -> None:
         self.size = size
         self.synchronous_sends = synchronous_sends
         self.timeout_seconds = timeout_seconds
+        self.survives = survives
         self._start = start
         self._calls_to_live = deaths
         self._families: list[Family] = []

@@ -84,7 +84,7 @@ class LocalWorld:
                 job.fail(error)
             job.end(rank)
 
-        job = Job(self.size, self.synchronous_sends, self.timeout_seconds, start, self.deaths)
+        job = Job(self.size, self.synchronous_sends, self.timeout_seconds, start, self.deaths, self.survive)
         family = Family(job, range(self.size))
         try:
             for rank in range(self.size):

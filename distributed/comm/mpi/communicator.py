@@ -191,6 +191,10 @@ class MPICommunicator(Communicator):
     # Deaths.
 
     @property
+    def survives(self) -> bool:
+        return self._family is not None
+
+    @property
     def is_newcomer(self) -> bool:
         return self._family is not None and self._family.is_newcomer
 
