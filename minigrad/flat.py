@@ -310,16 +310,19 @@ class FlatRange:
         run = tuple(params)
         return FlatRange(self.flat, max(run[0].start, self.start), min(run[-1].stop, self.stop), run)
 
-    def trainable(self) -> list[FlatRange]:
-        """Return the parts of this range whose parameters require grad."""
-        runs = groupby(self.params, lambda p: p.requires_grad)
-        return [self.over_run(run) for requires_grad, run in runs if requires_grad]
-
     def refresh_copy(self) -> None:
         """Write the values into the copy that ops see, if there is one."""
         copy = self.copy
         if copy is not None:
             copy[...] = self.data
+
+    def note_step(self, by: str, *, copied: bool = False) -> None:
+        """Note that the values of all parameters that require grad were changed in place; see `note_change`."""
+        for is_changed, run in groupby(self.params, lambda p: p.requires_grad):
+            if is_changed:
+                params = tuple(run)
+                part = self if len(params) == len(self.params) else self.over_run(params)
+                part.note_change(by, copied=copied)
 
     def note_change(self, by: str, *, copied: bool = False) -> None:
         """Note that the values were changed in place.

@@ -200,7 +200,7 @@ class Optimizer:
             else:
                 self._whole_step.apply(arrays, grads_of(self.norm_over.counted_parameters()), self.norm_over.add_up)
             for part in self._parts:
-                part.note_change("the optimizer", copied=True)
+                part.note_step("the optimizer", copied=True)
             return
         if self.max_norm is not None:
             if self.loss_scale is not None:
@@ -216,8 +216,7 @@ class Optimizer:
                 return
         for part in self._parts:
             self._update(part, part.data, part.grad, self.num_steps)
-            for trainable in part.trainable():
-                trainable.note_change("the optimizer")
+            part.note_step("the optimizer")
         self.num_steps += 1
 
     def _update(self, part: FlatRange, values: Array, grad: Array, step: int) -> None:

@@ -133,8 +133,7 @@ class EarlyOptimizer(Optimizer):
                 update()
             else:
                 self._buckets.arrivals.append(Arrival(bucket.range.params, wait, update))
-            for part in bucket.range.trainable():
-                part.note_change("the optimizer", copied=True)
+            bucket.range.note_step("the optimizer", copied=True)
 
     def state_slices(self) -> Iterator[tuple[str, TensorSlice]]:
         self._buckets.land_arrivals()

@@ -222,7 +222,7 @@ class GradientBucketManager:
         for p in self.params:
             p.hold = self._final_hold(p)
         self.under_way = False
-        if self._verdict.asks_for_order:
+        if self._verdict.wants_order:
             self.order.learn()
         if unused and unused != self.unused:
             warnings.warn(f"no rank's loss depends on {', '.join(unused)}: their gradients are zeros", stacklevel=3)

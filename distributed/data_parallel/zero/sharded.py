@@ -176,6 +176,7 @@ class ShardedOptimizer(Optimizer):
             flat.drop_master()
         buckets.move_values()
         self._buckets = buckets
+        self._ranges = FlatBuffer.ranges_of(self.params)
         self._arrivals: list[Arrival] = []
         self._has_all = True
 
@@ -192,8 +193,8 @@ class ShardedOptimizer(Optimizer):
             self._step_shard(number)
         self.num_steps += 1
         self._arrivals = [self._gather(run) for run in self._runs_to_gather()]
-        for part in (part for bucket in self._buckets.buckets for part in bucket.range.trainable()):
-            part.note_change("the optimizer")
+        for whole in self._ranges:
+            whole.note_step("the optimizer")
 
     def _step_shard(self, number: int) -> None:
         """Update this rank's share of a bucket."""
