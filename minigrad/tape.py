@@ -109,18 +109,28 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
     places = Places.of(function)
     num_arrays, options = places.num_arrays, places.options
 
+    def check(given: dict[str, Any]) -> None:
+        if options is not None:
+            check_options(name, given, options)
+        for option in given.values():
+            if isinstance(option, (complex, np.complexfloating)):
+                as_array(option)  # raises
+            if isinstance(option, Tensor) and option.requires_grad:
+                raise TypeError(f"{name}: an option has no gradient, got a Tensor that requires one; give its .data")
+
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Tensor:
         if len(args) > num_arrays:
             args, kwargs = places.sort(args, kwargs)
-        if kwargs and options is not None:
-            check_options(name, kwargs, options)
+        if kwargs:
+            check(kwargs)
         arrays: list[Any] = []
         wanted = []  # positions of the arguments that need a gradient
         parents: list[Node | Tensor] = []  # where those come from
         versions: tuple[Version, ...] = ()
         weight_side: bool | None = None
-        recording, hook, _, _ = current_mode.get()
+        mode = current_mode.get()
+        recording, hook = mode.recording, mode.hook
         for x in args:
             if isinstance(x, Tensor):
                 if x.requires_grad:
@@ -139,11 +149,6 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                 side = False
             if side is not None and weight_side is not False:
                 weight_side = side
-        for option in kwargs.values():
-            if isinstance(option, (complex, np.complexfloating)):
-                as_array(option)  # raises
-            if isinstance(option, Tensor) and option.requires_grad:
-                raise TypeError(f"{name}: an option has no gradient, got a Tensor that requires one; give its .data")
         seen = None
         if hook is None:
             y, vjps = function(*arrays, **kwargs)

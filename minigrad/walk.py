@@ -67,7 +67,8 @@ def walk(
             continue
         edges: Iterable[Edge]
         if type(vjps) is tuple:
-            edges = zip(node.parents, vjps, strict=True)  # type: ignore[arg-type]  # both are None once walked
+            # Of one length, as @op has seen to; both are None once walked. A keyword would cost as much as a vjp.
+            edges = zip(node.parents, vjps)  # type: ignore[arg-type]  # noqa: B905
             node.parents = node.vjps = None
         else:
             edges = _joint_edges(node, g, op_hook)
