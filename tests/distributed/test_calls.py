@@ -173,7 +173,7 @@ def checked(comm, **settings):
     from distributed.comm.mpi.communicator import MPICommunicator
     from distributed.comm.settings import Settings
 
-    return MPICommunicator(MPI.COMM_WORLD, Settings(check_collectives=True, timeout_seconds=30, **settings))
+    return MPICommunicator(MPI.COMM_WORLD.Dup, Settings(check_collectives=True, timeout_seconds=30, **settings))
 
 
 @under_mpirun

@@ -24,7 +24,7 @@ def make(comm, **settings):
     from distributed.comm.mpi.communicator import MPICommunicator
     from distributed.comm.settings import Settings
 
-    return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
+    return MPICommunicator(MPI.COMM_WORLD.Dup, Settings(**settings))
 
 
 def reductions(comm, dtype):

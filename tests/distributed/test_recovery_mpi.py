@@ -137,27 +137,62 @@ WAITS = """
 import os, signal, time
 import numpy as np
 from mpi4py import MPI
+from toy_recovery import builder
 from distributed import world
 from distributed.comm.failure import Heal, RankFailure
+from distributed.comm.mpi.family import MPIFamily
+from distributed.data_parallel.compression.low_rank import PowerSGD
+from distributed.recovery.buddies import Buddies
+from distributed.recovery.state import state_of
 
-class Deaf(MPI.Intracomm):
+is_deaf, made = int(os.environ["OMPI_COMM_WORLD_RANK"]) < 2, []
+
+class Noted(MPI.Intracomm):
+    def Dup(self, *how):
+        return note(super().Dup(*how))
+    def Split(self, *how):
+        return note(super().Split(*how))
+    def Split_type(self, *how):
+        return note(super().Split_type(*how))
     def Get_failed(self):
-        return MPI.GROUP_EMPTY
+        return MPI.GROUP_EMPTY if is_deaf else super().Get_failed()
 
-comm = world(survive=True, timeout_seconds=20)
-first = comm.split(int(comm.rank in (0, 3)))
-shared = first.buffer(1000, np.float64)
-later = comm.split(int(comm.rank in (1, 3)))
-if comm.rank < 2:
-    comm._family.world = Deaf(comm._family.world)
+def note(comm):
+    made.append(Noted(comm))
+    return made[-1]
+
+init = MPIFamily.__init__
+MPIFamily.__init__ = lambda self, mpi, world, *rest, **how: init(self, mpi, note(world), *rest, **how)
+
+comm = world(survive=True, timeout_seconds=20, deterministic=True, check_collectives=True)
+everybody = comm._family.world.Get_group()
+toys = [builder(2, zero=2)(comm), builder(2, hook=lambda: PowerSGD(1))(comm)]
+buddies = Buddies(comm, state_of(toys[0]))
+pair = comm.split(int(comm.rank in (0, 3)))
+shared = pair.buffer(1000, np.float64)
+comm.split(comm.rank // 3).split(0).duplicate()
+comm.barrier()
 try:
     if comm.rank == 0:
-        work = later.irecv(np.empty(1), source=1, tag=0)
-        end = time.monotonic() + 20
-        while not work.test():
-            assert time.monotonic() < end, "nobody revoked it"
+        waits = []
+        for i, each in enumerate(made):
+            if each == MPI.COMM_NULL:  # done with, and freed
+                continue
+            with_me = [rank for rank in MPI.Group.Translate_ranks(everybody, [1, 2], each.Get_group()) if rank >= 0]
+            if with_me:
+                waits.append((i, each.Irecv(np.empty(1), with_me[0], 77)))
+        assert len(waits) > 20, len(waits)
+        end = time.monotonic() + 10
+        while waits and time.monotonic() < end:
+            for wait in [*waits]:
+                try:
+                    wait[1].Test()
+                except MPI.Exception:
+                    waits.remove(wait)
+        assert not waits, f"nobody revoked {[i for i, _ in waits]} of {len(made)} communicators"
+        comm.barrier()
     elif comm.rank == 1:
-        first.allreduce(shared).wait()  # in memory, where MPI sees nothing
+        pair.allreduce(shared).wait()  # in memory, where MPI sees nothing
     elif comm.rank == 2:
         comm.recv(np.empty(1), source=3, tag=0)
     else:
@@ -172,7 +207,8 @@ except RankFailure:
 def test_every_communicator_of_the_family_is_revoked(tmp_path):
     """Ranks that nobody has told of a death hear of it by that alone, as where a network tells the neighbours only.
 
-    They wait for rank 2, which lives and has left; the dead one is in no communicator of theirs but the world.
+    Rank 0 waits in every communicator that anything has made, rank 1 in shared memory; each for a rank that lives and
+    has left, since it has seen the death.
     """
     script = tmp_path / "waits.py"
     script.write_text(WAITS)

@@ -199,7 +199,7 @@ def make(**settings):
     from distributed.comm.mpi.communicator import MPICommunicator
     from distributed.comm.settings import Settings
 
-    return MPICommunicator(MPI.COMM_WORLD, Settings(**settings))
+    return MPICommunicator(MPI.COMM_WORLD.Dup, Settings(**settings))
 
 
 def in_window(comm, buffer):

@@ -54,7 +54,7 @@ def mpi_world(settings: Settings) -> MPICommunicator:
         family = MPIFamily(MPI, MPI.COMM_WORLD.Dup(), timeout_seconds=settings.timeout_seconds)
         return _world_of(family, settings, Heal.SHRINK)
     _job_end(MPI.COMM_WORLD).on_uncaught_exception()
-    return MPICommunicator(MPI.COMM_WORLD, _agreed(settings, MPI.COMM_WORLD))
+    return MPICommunicator(MPI.COMM_WORLD.Dup, _agreed(settings, MPI.COMM_WORLD))
 
 
 def _world_of(family: MPIFamily, settings: Settings, how: Heal) -> MPICommunicator:
@@ -64,7 +64,7 @@ def _world_of(family: MPIFamily, settings: Settings, how: Heal) -> MPICommunicat
         try:
             with family.guarded():
                 family.meet()
-                world = MPICommunicator(family.world, _agreed(settings, family.world), family=family)
+                world = MPICommunicator(family.world.Dup, _agreed(settings, family.world), family=family)
             whole = True
         except RankFailure:
             whole = False
@@ -98,19 +98,18 @@ def _agreed(settings: Settings, world: MPI.Comm) -> Settings:
 def _hosts(world: MPI.Comm) -> list[str]:
     """Return the name of each world rank's host: its first rank there, since names of hosts may repeat. Collective."""
     part = world.Split_type(MPI.COMM_TYPE_SHARED)
-    name = part.bcast(f"host of rank {world.Get_rank()}")
+    (first,) = MPI.Group.Translate_ranks(part.Get_group(), [0], world.Get_group())
     part.Free()
-    return world.allgather(name)
+    return world.allgather(f"host of rank {first}")
 
 
 class MPICommunicator(Communicator):
-    """A communicator over an mpi4py one.
-
-    It duplicates the one it is given, once, here, so that its messages never meet those of the caller: making one is
-    collective.
+    """A communicator over some of mpi4py's, each for one kind of messages. Making one is collective.
 
     Args:
-        comm: an intracommunicator.
+        make: makes one, of the ranks of this one, out of one that is in the family: where some ranks fail in that, the
+            others wait for them in what is revoked. In a new one, which those that failed do not have, they would wait
+            for ever.
         engine: of the world that this one is split off, so that one progress() moves all of it; a new one by default.
         family: that it fails with; None where a death ends the job.
     Raises:
@@ -120,35 +119,33 @@ class MPICommunicator(Communicator):
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        make: Callable[[], MPI.Comm],
         settings: Settings | None = None,
         *,
         engine: Engine | None = None,
         family: MPIFamily | None = None,
     ) -> None:
         settings = settings or Settings()
+        new = make if family is None else lambda: family.add(make())
+        comm = new()
         super().__init__(comm.Get_rank(), comm.Get_size(), max_message_elements=settings.max_message_elements)
         self._settings = settings
         self._family = family
         world = MPI.COMM_WORLD if family is None else family.world
-
-        def duplicate() -> MPI.Comm:
-            return comm.Dup() if family is None else family.add(comm.Dup())
-
         self._members = list(MPI.Group.Translate_ranks(comm.Get_group(), None, world.Get_group()))
-        self._engine = engine or _new_engine(duplicate(), self._members, settings, family)
-        self._comm = duplicate()
+        self._comm = comm
+        self._engine = engine or _new_engine(new(), self._members, settings, family)
         # Below 4 ranks Open MPI's Iallreduce reduces to one rank and broadcasts: twice the bytes of an exchange.
         far_apart = settings.hosts is not None and len({settings.hosts[rank] for rank in self._members}) > 1
         self._in_rank_order = settings.deterministic or (far_apart and self.size < 4)
         self._reduction: RankOrderReduction | MPIReduction = (
-            RankOrderReduction(duplicate(), duplicate()) if self._in_rank_order else MPIReduction(MPI, self._comm)
+            RankOrderReduction(new(), new()) if self._in_rank_order else MPIReduction(MPI, self._comm)
         )
         self._max_tag = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
         self._label = "" if self.size == world.Get_size() else f" among ranks {self._members}"
         self._check: CallCheck | None = None
         if settings.check_collectives:
-            asked = duplicate()
+            asked = new()
             self._check = CallCheck(lambda row: _allgather(asked, row), self._label)
         self._num_collectives = 0
         self._shared: list[SharedBuffer] = []
@@ -264,12 +261,10 @@ class MPICommunicator(Communicator):
         # Once all ranks are here the calls of MPI that block are short.
         self._collective(Call("split"), self._pass_barrier()).wait()
         with self._guarded():
-            return self._child(self._comm.Split(color, key))
+            return self._child(lambda: self._comm.Split(color, key))
 
-    def _child(self, part: MPI.Comm) -> MPICommunicator:
-        child = MPICommunicator(part, self._settings, engine=self._engine, family=self._family)
-        part.Free()
-        return child
+    def _child(self, make: Callable[[], MPI.Comm]) -> MPICommunicator:
+        return MPICommunicator(make, self._settings, engine=self._engine, family=self._family)
 
     # Messages.
 
@@ -320,11 +315,11 @@ class MPICommunicator(Communicator):
         """Return the ranks on this host, and those of this rank's place on every host, None for one. Collective."""
         hosts = self._settings.hosts
         if hosts is None:
-            part = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+            host = self._child(lambda: self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
         else:
-            part = self._comm.Split(hosts.index(hosts[self._members[self.rank]]), self.rank)
-        host = self._child(part)
-        between = self._child(self._comm.Split(host.rank, self.rank))
+            here = hosts.index(hosts[self._members[self.rank]])
+            host = self._child(lambda: self._comm.Split(here, self.rank))
+        between = self._child(lambda: self._comm.Split(host.rank, self.rank))
         return host, between if max(self.gather_objects(between.size)) > 1 else None
 
     def shared_window(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
