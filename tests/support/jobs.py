@@ -52,7 +52,6 @@ def environ() -> dict[str, str]:
     """Return the environment of a job, whichever MPI starts it."""
     unless_given = {
         "MINIGRAD_KERNELS": "numpy",  # to load numba and its kernels takes each process two seconds of CPU
-        "OMPI_MCA_btl": "^ofi",  # Open MPI's look for fast networks is a second of waiting in each rank's start
     }
     always = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",  # what Open MPI wants; as variables, because MPICH refuses its flags
