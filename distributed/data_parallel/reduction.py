@@ -6,6 +6,7 @@
     step_early      EarlyBuckets            those that are there; the others follow
     zero=1          ShardedBuckets          its shard of each
     zero=2          GradientShards          its shard of each, and memory for no more
+    exact, zero=1   ExactShards             its shard of each, added up exactly; with zero=2 ExactGradientShards
 
 One rank alone has nothing to share out or to wait for.
 """
@@ -26,6 +27,22 @@ from distributed.data_parallel.zero.sharded import ShardedBuckets
 from distributed.data_parallel.zero.sharded_gradients import GradientShards
 from distributed.trace.recorder import Recorder
 from minigrad.parameter import Parameter
+
+
+class ExactShards(ShardedBuckets, ExactBuckets):
+    """Buckets of which each rank gets the exact sum of its shard."""
+
+
+class ExactGradientShards(GradientShards, ExactBuckets):
+    """Buckets of which each rank gets the exact sum of its shard, and keeps nothing else."""
+
+
+_SHARDED: dict[tuple[int, bool], type[ShardedBuckets]] = {  # by level, and whether sums are exact
+    (1, False): ShardedBuckets,
+    (1, True): ExactShards,
+    (2, False): GradientShards,
+    (2, True): ExactGradientShards,
+}
 
 
 @dataclass(frozen=True)
@@ -53,10 +70,10 @@ class Reduction:
             raise ValueError(f"gradients are reduced to shards with zero={self.zero}, which no comm_hook can do")
         if self.zero and self.step_early:
             raise ValueError(f"shards step when all are reduced: zero={self.zero} does not go with step_early")
-        if self.is_exact and (self.zero or self.step_early or has_hook):
+        if self.is_exact and (self.step_early or has_hook):
             raise ValueError(
-                f"sums='exact' goes with neither zero, step_early nor a comm_hook, got zero={self.zero}, "
-                f"step_early={self.step_early}, comm_hook={getattr(self.comm_hook, '__name__', self.comm_hook)}"
+                f"sums='exact' goes with neither step_early nor a comm_hook, got step_early={self.step_early}, "
+                f"comm_hook={getattr(self.comm_hook, '__name__', self.comm_hook)}"
             )
 
     @property
@@ -78,10 +95,8 @@ class Reduction:
         return self._kind(comm.size)(params, comm, **options)
 
     def _kind(self, num_ranks: int) -> Callable[..., GradientBucketManager]:
+        if self.zero and num_ranks > 1:
+            return partial(_SHARDED[self.zero, self.is_exact], whole=self.whole)
         if self.is_exact:
             return ExactBuckets
-        if num_ranks == 1:
-            return GradientBucketManager
-        if self.zero:
-            return partial(ShardedBuckets if self.zero == 1 else GradientShards, whole=self.whole)
-        return EarlyBuckets if self.step_early else GradientBucketManager
+        return EarlyBuckets if self.step_early and num_ranks > 1 else GradientBucketManager

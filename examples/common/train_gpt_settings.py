@@ -172,7 +172,6 @@ class ReplicationSettings(HybridSettings):
         yield from super().rules(world_size)
         plain = self.compress == "none" or not (self.zero or self.exact)
         yield plain, f"--compress {self.compress} goes with neither --zero nor --exact"
-        yield not (self.exact and self.zero), f"--exact has no shards yet, got --zero {self.zero}"
         num_parts = self.dp * self.num_microbatches
         parts = f"got {self.batch} for dp * microbatches = {num_parts}"
         yield not self.exact or self.batch % num_parts == 0, f"--exact needs micro-batches of one size: {parts}"

@@ -22,6 +22,7 @@ KINDS = {
     "zero 1": {"zero": 1},
     "zero 2": {"zero": 2},
     "zero 2, float16": {"zero": 2, "precision": "float16"},
+    "zero 2, exact": {"zero": 2, "exact": True},
     "zero 2, muon": {"zero": 2, "muon": True},
     "zero 2, two stages": {"zero": 2, "pp": 2},
     "float16": {"precision": "float16"},
@@ -133,11 +134,13 @@ def test_a_rank_that_waits_does_not_say_where_to_go_on():
     ]
 
 
-def test_shards_are_cut_anew_for_fewer_ranks():
-    expected, _ = undisturbed(4, "zero 2")
+@pytest.mark.parametrize("kind", [pytest.param("zero 2", marks=pytest.mark.long), "zero 2, exact"])
+def test_shards_are_cut_anew_for_fewer_ranks(kind):
+    expected, _ = undisturbed(4, kind)
     dies = {1: (2, "hook"), 3: (3, "begin")}
-    parameters, _, recoveries = disturbed(4, dies, "zero 2", heal=Heal.SHRINK, buddy_every=1)
+    parameters, _, recoveries = disturbed(4, dies, kind, heal=Heal.SHRINK, buddy_every=1)
     assert [(r.source, r.num_ranks) for r in recoveries] == [("a buddy's copy", 3), ("a buddy's copy", 2)]
+    assert same_bits(parameters, expected) or "exact" not in kind
     for name, values in expected.items():
         np.testing.assert_allclose(parameters[name], values, rtol=1e-9, atol=1e-12)
 

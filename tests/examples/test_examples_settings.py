@@ -137,7 +137,6 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ({"bucket_mb": math.inf}, 1, "--bucket-mb must be at most 2147483647, got inf"),
         ({"optimizer": "sgd"}, 1, "--optimizer must be one of adamw, muon, got sgd"),
         ({"zero": 3}, 1, "--zero must be one of 0, 1, 2, got 3"),
-        ({"zero": 1, "exact": True}, 1, "--exact has no shards yet, got --zero 1"),
         (
             {"batch": 14, "exact": True},
             1,

@@ -30,6 +30,7 @@ SHARED = [  # what ranks share out, or keep each for itself
     "--zero 1",
     "--zero 2",
     "--exact --microbatches 2",
+    "--exact --microbatches 2 --zero 2",
     "--compress int8",
     "--compress float8_e4m3fn",
     "--compress float16",

@@ -6,7 +6,7 @@ is what one micro-batch computes, in float32 and already weighted; what depends 
     a micro-batch's loss starts its backward from  weight / (sum of all weights)      the same number in every layout
     contributions, tied copies and ranks add up    in float64                         order hardly shows
     a gradient is that sum, rounded once           to float32                         order does not show
-    the norm of all                                one float64 for each parameter, added exactly (`clipping.py`)
+    the norm of all                                the squares add up exactly, whoever has which (`clipping.py`)
 
 What is guaranteed: contributions have 24 bits, and float64 adds N of them without any rounding where the largest
 and the smallest one differ by less than 2**(29 - log2 N); the sum is then exact, and the order cannot show. Where they
@@ -55,7 +55,7 @@ class ExactBuckets(GradientBucketManager):
             flat.widen_grad(SUM_DTYPE)
 
     def _land(self, bucket: Bucket) -> None:
-        part = bucket.range
+        part = self.part_here(bucket)
         sums = part.flat.grad_slice(part.start, part.stop)
         sums[...] = sums.astype(part.data.dtype)
 

@@ -31,6 +31,7 @@ from distributed.data_parallel.comm_hooks import CommHook, allreduce, average
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
 from minigrad.clipping import scale_to_norm
+from minigrad.flat import FlatRange
 from minigrad.optim import Optimizer, is_matrix
 from minigrad.parameter import Hold, Parameter, check_resettable
 from minigrad.update_rules import Rule
@@ -347,6 +348,10 @@ class GradientBucketManager:
     def _hook_of(self, bucket: Bucket) -> CommHook:
         """Return how a bucket travels."""
         return self._comm_hook
+
+    def part_here(self, bucket: Bucket) -> FlatRange:
+        """Return the part of a bucket whose sum this rank has once it has landed."""
+        return bucket.range
 
     def settle(self, bucket: Bucket) -> None:
         """Block until a bucket that was launched is there."""

@@ -18,7 +18,8 @@ the hooks adds to the shards, until zero_grad; one without them, and the micro-b
 gradients first: then the whole is there until the last one, and one reduction is paid for.
 
 Sums are those of an allreduce, so a step has the same bits as without shards where both are taken in rank order. Only a
-norm is added up in another order, shard by shard: where it clips, the factor may differ in its last bit.
+norm is added up in another order, shard by shard: where it clips, the factor may differ in its last bit; not with exact
+sums (`buckets/exact.py`), whose norm has no order.
 
 Source: Rajbhandari et al. 2020, ZeRO, sections 5.1, 5.2.
 """
@@ -88,6 +89,9 @@ class ShardedBuckets(GradientBucketManager):
             p for shard in self.shards for p in shard.params if shard.start <= p.start and p.stop <= shard.stop
         }
 
+    def part_here(self, bucket: Bucket) -> FlatRange:
+        return self.shards[bucket.number]
+
     def check_reduced(self, what: str) -> None:
         """Raise RuntimeError if a gradient is held by somebody, or has what no other rank has seen."""
         check_usable(self.params, what, in_part=True)
@@ -99,8 +103,9 @@ class ShardedBuckets(GradientBucketManager):
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
         self.check_reduced("the norm of")
-        own = PartNorm(norm_of(grad for _, grad in self._own(params)))
-        return PartNorm(own.joint(self.comm))
+        own = [grad for _, grad in self._own(params)]
+        is_exact = any(shard.flat.is_widened for shard in self.shards)
+        return (PartNorm.exact(own) if is_exact else PartNorm(norm_of(own))).over(self.comm)
 
     def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
         return ShardedOptimizer(self, rule, decays=decays)

@@ -66,6 +66,7 @@ class GradientShards(ShardedBuckets):
         return super()._launch(bucket)
 
     def _land(self, bucket: Bucket) -> None:
+        super()._land(bucket)
         shard, grad = self.shards[bucket.number], self._grads[bucket.number]
         arrived = shard.flat.grad_slice(shard.start, shard.stop)
         if self._kept.isdisjoint(shard.params):
