@@ -46,6 +46,7 @@ MEANINGS = {
     "plain": "gradients as they are",
     "bfloat16": "gradients in bfloat16",
     "int8": "gradients in int8",
+    "int4": "gradients in int4",
     "powersgd": "PowerSGD, 4 columns",
     "topk": "top-k, a hundredth",
     "diloco": "DiLoCo, H = 30",

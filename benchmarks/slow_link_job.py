@@ -80,6 +80,7 @@ METHODS = {
     "plain": Method(),
     "bfloat16": Method(lambda: ErrorFeedback("bfloat16")),
     "int8": Method(int8),
+    "int4": Method(lambda: ErrorFeedback("int4")),
     "powersgd": Method(PowerSGD),
     "topk": Method(TopK),
     "diloco": Method(every=30),

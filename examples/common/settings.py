@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distributed.data_parallel.compression.few_bits import LARGEST
+from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS
 from distributed.run.flags import COUNT, COUNT_OR_NONE, POSITIVE, Bounds, Rule, flag, other_default
 from distributed.run.settings import ReplicaSettings, RunSettings
 from pipeline.schedules.schedule import SCHEDULES, Schedule
@@ -96,7 +96,7 @@ class LocalStepsSettings(GPTReplicaSettings):
     compress: str = flag(
         "int8",
         "send what ranks have learned in so few bits, and what these lose the next time",
-        choices=("none", *LARGEST),
+        choices=("none", *NUMBER_FORMATS),
         fixed=True,
     )
     outer_lr: float = flag(

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.init_from import sizes_of
 from common.settings import GPTSettings, HybridSettings
-from distributed.data_parallel.compression.few_bits import LARGEST
+from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS
 from distributed.recovery import Heal
 from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Bounds, Rule, flag, flag_of, other_default
 from distributed.run.settings import RunSettings
@@ -151,7 +151,7 @@ class ReplicationSettings(HybridSettings):
         "none",
         "send gradients in so few bits, 4 columns of each matrix (powersgd) or the largest hundredth (topk), and what "
         "these lose in the next step",
-        choices=("none", *LARGEST, "powersgd", "topk"),
+        choices=("none", *NUMBER_FORMATS, "powersgd", "topk"),
     )
     exact: bool = flag(
         False,

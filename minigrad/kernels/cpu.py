@@ -9,5 +9,6 @@ from minigrad.kernels.embedding.cpu import *
 from minigrad.kernels.losses.cpu import *
 from minigrad.kernels.norms.cpu import *
 from minigrad.kernels.products.cpu import *
+from minigrad.kernels.quantization.cpu import *
 from minigrad.kernels.softmax.cpu import *
 from minigrad.kernels.updates.cpu import *

@@ -13,5 +13,6 @@ from minigrad.kernels.embedding.reference import *
 from minigrad.kernels.losses.reference import *
 from minigrad.kernels.norms.reference import *
 from minigrad.kernels.products.reference import *
+from minigrad.kernels.quantization.reference import *
 from minigrad.kernels.softmax.reference import *
 from minigrad.kernels.updates.reference import *

@@ -4,36 +4,46 @@ import numpy as np
 import pytest
 
 from distributed.data_parallel.buckets.manager import GradientBucketManager
-from distributed.data_parallel.compression.few_bits import LARGEST, ErrorFeedback
-from minigrad.nn import Buffer
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
+from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS, number_format, room_for
 
-QUANTUM = {"int8": 1 / 254, "float8_e4m3fn": 1 / 16, "float16": 2**-11, "bfloat16": 2**-8}  # of a slice's largest
+QUANTUM = {  # of a slice's largest number
+    "int8": 1 / 254,
+    "int4": 1 / 14,
+    "float8_e4m3fn": 1 / 16,
+    "float16": 2**-11,
+    "bfloat16": 2**-8,
+}
 
 
 def gradient(rank, step, size=7):
     return np.random.default_rng([rank, step]).standard_normal(size)
 
 
-def int8_reference(num_ranks, num_steps):
+def reference(num_ranks, num_steps, largest):
     """Return what every rank gets in each step."""
 
     def narrow(values):
-        scale = np.float64(np.float32(abs(values).max() / 127))
-        return np.rint(values / scale) * scale
+        scale = np.float64(np.float32(abs(values).max() / largest))
+        return np.rint(values / scale) * scale if values.any() else values
 
-    length = -(-7 // num_ranks)
-    sent, reduced = np.zeros((num_ranks, num_ranks, length)), np.zeros((num_ranks, length))
+    num_slices = num_ranks if num_ranks > 2 else 1
+    length = -(-7 // num_slices)
+    sent, reduced = np.zeros((num_ranks, num_slices, length)), np.zeros((num_slices, length))
     results = []
     for step in range(num_steps):
         said = np.zeros_like(sent)
         for rank in range(num_ranks):
-            sent[rank] += np.pad(gradient(rank, step), (0, num_ranks * length - 7)).reshape(num_ranks, length)
-            said[rank] = [narrow(row) if row.any() else row for row in sent[rank]]
+            padded = np.pad(gradient(rank, step), (0, num_slices * length - 7))
+            sent[rank] += padded.reshape(num_slices, length)
+            said[rank] = [narrow(row) for row in sent[rank]]
             sent[rank] -= said[rank]
-        reduced += said.sum(axis=0)
-        back = np.array([narrow(row) if row.any() else row for row in reduced])
-        reduced -= back
-        results.append(back.reshape(-1)[:7])
+        total = said.sum(axis=0)
+        if num_slices > 1:
+            reduced += total
+            total = np.array([narrow(row) for row in reduced])
+            reduced -= total
+        results.append(total.reshape(-1)[:7])
     return results
 
 
@@ -53,33 +63,47 @@ def run_hook(comm, dtype, num_steps, gradient=gradient, size=7):
     return results, hook.sent_bytes, hook.plain_bytes
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", 127), ("int4", 7)])
 @pytest.mark.ranks(2, 3, 4)
-def test_int8_is_the_plain_reference_on_every_rank(ranks):
-    wanted = int8_reference(ranks.size, 5)
-    for results, *_ in ranks.run(lambda comm: run_hook(comm, "int8", 5)):
+def test_whole_numbers_are_the_plain_reference_on_every_rank(ranks, dtype, largest):
+    wanted = reference(ranks.size, 5, largest)
+    for results, *_ in ranks.run(lambda comm: run_hook(comm, dtype, 5)):
         np.testing.assert_allclose(results, wanted, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
 @pytest.mark.parametrize(
-    ("size", "num_blocks", "block"), [(1, 1, 1), (256, 1, 256), (257, 2, 129), (300, 2, 150), (5000, 20, 250)]
+    ("size", "num_blocks", "room"), [(1, 1, 16), (256, 1, 256), (257, 2, 288), (300, 2, 320), (5000, 20, 5120)]
 )
-def test_each_block_has_its_scale(size, num_blocks, block):
+def test_each_block_has_its_scale(size, num_blocks, room, dtype):
     """With one scale for all of a slice, what is small beside its largest number was rounded to nothing."""
-    hook = ErrorFeedback("int8")
-    rows = np.zeros((1, num_blocks * block))
-    rows[0, :size] = np.random.default_rng(0).standard_normal(size) * 10.0 ** -(np.arange(size) // 50 % 7)
-    rows = rows.reshape(1, num_blocks, block)
-    kept = Buffer(np.zeros_like(rows), "kept")
-    packed = hook.narrowed(rows, kept)
-    assert packed.shape == (1, num_blocks * (block + 4))
-    found = hook.widened(packed, rows)
-    np.testing.assert_allclose(found + kept.data, rows, atol=1e-12)
-    largest = abs(rows).max(axis=2, keepdims=True)
-    assert (abs(kept.data) <= largest / 254 * 1.0001).all()
+    style = number_format(dtype)
+    values = np.random.default_rng(0).standard_normal(size) * 10.0 ** -(np.arange(size) // 50 % 7)
+    kept, found = np.zeros(room), np.empty(size)
+    assert room_for(size) == room
+    packed = np.empty(style.packed_bytes(room), np.uint8)
+    assert packed.nbytes == 4 * num_blocks + room * {"int8": 1, "int4": 0.5, "float16": 2}[dtype]
+    style.pack(values, kept, packed)
+    style.add_up(packed[None], room, found)
+    np.testing.assert_allclose(found + kept[:size], values, atol=1e-12)
+    assert not kept[size:].any()
+    padded = np.pad(values, (0, room - size)).reshape(num_blocks, -1)
+    largest = abs(padded).max(axis=1, keepdims=True)
+    assert (abs(kept.reshape(num_blocks, -1)) <= largest * QUANTUM[dtype] * 1.0001).all()
+
+
+def test_numbers_too_small_for_an_exact_scale_keep_their_sign():
+    """1.4 of the smallest float32 is a scale of 1 of it: 127 scales became 178 of them, -78 as a byte."""
+    style, values = number_format("int8"), np.full(16, 178 * 2.0**-149)
+    kept, found, packed = np.zeros(16), np.empty(16), np.empty(20, np.uint8)
+    style.pack(values, kept, packed)
+    style.add_up(packed[None], 16, found)
+    np.testing.assert_array_equal(found, 127 * 2.0**-149)
+    np.testing.assert_array_equal(kept, 51 * 2.0**-149)
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("dtype", NUMBER_FORMATS)
 def test_what_was_sent_differs_from_what_was_true_by_what_is_kept_alone(ranks, dtype):
     pytest.importorskip("ml_dtypes")
     by_rank = ranks.run(lambda comm: run_hook(comm, dtype, 40, lambda rank, step: gradient(rank, 0, 700), size=700))
@@ -94,5 +118,5 @@ def test_what_was_sent_differs_from_what_was_true_by_what_is_kept_alone(ranks, d
 
 
 def test_what_is_no_format_is_refused():
-    with pytest.raises(ValueError, match=r"gradients can be sent as int8, .*, got 'int4'"):
-        ErrorFeedback("int4")
+    with pytest.raises(ValueError, match=r"gradients can be sent as int8, .*, got 'int3'"):
+        ErrorFeedback("int3")

@@ -185,14 +185,15 @@ def test_the_second_message_sets_out_when_the_first_has_come_and_in_the_order_of
             p.grad = np.outer(np.ones(8), np.arange(1.0, p.shape[1] + 1)) * (comm.rank + 1)
             ddp.buckets.mark_ready(p)
         works = [bucket.work for bucket in ddp.buckets.buckets]
+        num_second = 0 if comm.size == 2 and make is HOOKS["int8"] else len(works)  # int8 of two ranks is one message
         until = time.monotonic() + 20
-        while len(log) < len(works) and time.monotonic() < until:  # as a backward goes on: nobody waits
+        while len(log) < num_second and time.monotonic() < until:  # as a backward goes on: nobody waits
             ddp.comm.progress()
             if comm.rank == 0:
                 [work.test() for work in works]
             else:
                 [work.test() for work in reversed(works)]
-        assert len(log) == len(works)
+        assert len(log) == num_second
         ddp.buckets.wait()
         return [p.grad.copy() for p in params]
 

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from common.train_gpt_settings import TrainSettings
+from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS
 from distributed.run import ReplicaSettings, check, read_settings
 from pipeline.schedules.schedule import SCHEDULES
 
@@ -150,9 +151,9 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ({"schedule": "zigzag"}, 1, f"--schedule must be one of {', '.join(SCHEDULES)}, got zigzag"),
         ({"device": "tpu"}, 1, "--device must be one of cpu, cuda, got tpu"),
         (
-            {"compress": "int4"},
+            {"compress": "int3"},
             1,
-            "--compress must be one of none, int8, float8_e4m3fn, float16, bfloat16, powersgd, topk, got int4",
+            f"--compress must be one of none, {', '.join(NUMBER_FORMATS)}, powersgd, topk, got int3",
         ),
         ({"compress": "int8", "zero": 1}, 1, "--compress int8 goes with neither --zero nor --exact"),
         ({"precision": "fp8"}, 1, "--precision must be one of auto, float32, bfloat16, float16, got fp8"),

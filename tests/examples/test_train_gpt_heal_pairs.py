@@ -32,6 +32,7 @@ SHARED = [  # what ranks share out, or keep each for itself
     "--exact --microbatches 2",
     "--exact --microbatches 2 --zero 2",
     "--compress int8",
+    "--compress int4",
     "--compress float8_e4m3fn",
     "--compress float16",
     "--compress bfloat16",

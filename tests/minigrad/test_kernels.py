@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def norm_args(x: Sample, m: int, n: int) -> list[Array]:
     rows = tame(x(m, n))
     _, mean, inverse = reference.layer_norm(rows, rows[0] if m else np.zeros(n, rows.dtype), rows[:1].sum(0), 1e-5)
     return [x(m, n), rows, mean, inverse]
+
+
+def quantize_args(bits: int, x: Sample, m: int, n: int) -> list[Any]:
+    """Blocks of 4 n numbers, one more than are added to."""
+    num_blocks = -(-m // 4) + 1
+    kept = tame(x(num_blocks * 4 * n)).copy()
+    kept[-4 * n :] = 0
+    codes, scales = np.zeros(kept.size * bits // 8, np.uint8), np.zeros(num_blocks, np.float32)
+    return [x(m * n), kept, codes, scales, bits]
+
+
+def dequantize_args(bits: int, x: Sample, m: int, n: int) -> list[Any]:
+    codes, scales = some_ids(256, (m + 1) * n * bits).astype(np.uint8), abs(x(m + 1)).astype(np.float32)
+    return [codes, scales, bits, tame(x((m + 1) * 8 * n - 3)).copy(), bits == 4]
 
 
 def tame(x: Array) -> Array:
@@ -106,8 +121,11 @@ CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
         *(0.9, 0.999, 1e-3, 1e-8, 0.99),
     ],
     "square_sum": lambda x, m, n: [x(m * n)],
+    **{f"quantize {bits}": partial(quantize_args, bits) for bits in (8, 4)},
+    **{f"add_dequantized {bits}": partial(dequantize_args, bits) for bits in (8, 4)},
 }
-EXACT = {"relu", "leaky_relu", "select", "add_select", "sgd", "adamw"}  # kernels with the bits of the reference
+# Kernels with the bits of the reference.
+EXACT = {"relu", "leaky_relu", "select", "add_select", "sgd", "adamw", "quantize", "add_dequantized"}
 SHAPES = [(5, 7), (3, 1), (1, 65), (33, 64), (4, 129), (0, 5)]
 each_case = pytest.mark.parametrize("case", CASES)
 
@@ -171,7 +189,8 @@ def test_it_gives_what_the_reference_gives(cpu: Any, case: str, dtype: Any, shap
     check(cpu, case, CASES[case](sampler(dtype), *shape), dtype)
 
 
-@each_case
+# Half precision is full of ties, which go either way as a scale is rounded: `quantize` has another test for these.
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("quantize")])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [(5, 7), (33, 64), (0, 5)], ids=str)
 def test_the_reference_of_half_precision_is_rounded_once(case: str, name: str, shape: tuple[int, int]) -> None:
@@ -187,6 +206,21 @@ def test_the_reference_of_half_precision_is_rounded_once(case: str, name: str, s
     for got, expected in zip(outputs(reference, case, narrow), outputs(reference, case, wide), strict=True):
         scale = max(1.0, float(abs(expected).max(initial=0)))
         np.testing.assert_allclose(got.astype(np.float64), expected, rtol=2 * epsilon, atol=2 * epsilon * scale)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_what_is_said_of_half_precision_and_what_is_kept_make_up_the_numbers(name: str, bits: int) -> None:
+    x, kept, codes, scales, _ = (
+        a.astype(dtype_of(name)) if getattr(a, "dtype", None) == np.float64 else a
+        for a in quantize_args(bits, sampler(np.float64), 9, 8)
+    )
+    wanted = kept.astype(np.float64)
+    wanted[: x.size] += x.astype(np.float64)
+    reference.quantize(x, kept, codes, scales, bits)
+    said = np.empty(kept.size)
+    reference.add_dequantized(codes, scales, bits, said, False)
+    np.testing.assert_allclose(said + kept.astype(np.float64), wanted, atol=2**-9 * abs(wanted).max())
 
 
 @each_case

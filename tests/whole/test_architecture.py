@@ -47,6 +47,7 @@ KERNELS = {
         "losses",
         "norms",
         "products",
+        "quantization",
         "softmax",
         "updates",
     )
@@ -108,7 +109,7 @@ RULES = {
         "distributed.data_parallel.zero.shards -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel.compression": Rule(
-        RANKS | TENSORS | {"minigrad.nn", "distributed.data_parallel.buckets", "ml_dtypes"},
+        RANKS | TENSORS | {"minigrad.nn", "minigrad.kernels", "distributed.data_parallel.buckets", "ml_dtypes"},
         "distributed.data_parallel.compression.feedback -> distributed.data_parallel.local_steps",
     ),
     "distributed.checkpoint": Rule(

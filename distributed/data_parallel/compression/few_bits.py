@@ -1,46 +1,42 @@
-"""Gradients in few bits: int8, float8, float16 or bfloat16, with error feedback on both ways.
+"""Gradients in few bits, with error feedback: a comm hook.
+
+Two ranks tell each other all they have, in one message, and each adds up in rank order:
+
+    own gradients + kept    ---narrowed, what is lost is kept--->    allgather, sum: the same bits on both
+
+With more ranks that would be more bytes the more there are. So each adds up a slice for everybody:
 
     own gradients + kept    | slice 0 | slice 1 | slice 2 |     narrowed; what is lost is kept
                 all_to_all      |          |         |
     rank r          sum of all ranks' slice r, + kept           narrowed once more; what is lost is kept here too
                  allgather  | slice 0 | slice 1 | slice 2 |     the same bits on every rank
 
-Each rank adds up its own slice in rank order. With b bytes a number a rank sends 2 (size - 1) / size b bytes a
-gradient, where an allreduce sends as many times its 4 or 8.
+With b bytes a number a rank sends 2 (size - 1) / size b bytes a gradient, where an allreduce sends as many times its 4
+or 8. `number_formats.py` has how numbers are narrowed.
 
-Numbers go in blocks of at most 256 with a scale each, four bytes: gradients of a gain and of a matrix may lie in one
-slice, and with one scale the smaller ones would all be rounded to nothing.
-
-Source: Tang et al. 2019 (arXiv 1905.05957), whose "double squeeze" has error feedback on both ways; Dettmers et al.
-2022 (arXiv 2110.02861), section 2.1: blocks.
+Source: Tang et al. 2019 (arXiv 1905.05957), whose "double squeeze" has error feedback on both ways.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.sequence import MessageSteps, Turn
 from distributed.data_parallel.compression.feedback import FeedbackHook, own_buffer
+from distributed.data_parallel.compression.number_formats import number_format, room_for
 from minigrad.backend import xp_of
-from minigrad.extras import needs
 from minigrad.flat import FlatRange
 from minigrad.nn import Buffer
 
-# The largest value that is sent; a block travels as multiples of its own largest one over this.
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float16": 1.0, "bfloat16": 1.0}
-MOST_IN_BLOCK = 256  # numbers
-
 
 class ErrorFeedback(FeedbackHook):
-    """A comm hook that sends gradients in a narrow dtype, and keeps the difference.
+    """A comm hook that sends gradients in a narrow format, and keeps the difference.
 
     What is kept is added in the next step. Where a number is not finite, all of its block arrives as nan.
 
     Args:
-        dtype: one of `LARGEST`; all but int8 and float16 need `ml_dtypes`.
+        dtype: one of `NUMBER_FORMATS`; all but int8, int4 and float16 need `ml_dtypes`.
 
     Raises:
         ValueError: dtype is another one.
@@ -48,87 +44,31 @@ class ErrorFeedback(FeedbackHook):
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
-        if dtype not in LARGEST:
-            raise ValueError(f"gradients can be sent as {', '.join(LARGEST)}, got {dtype!r}")
-        self._dtype = np.dtype(dtype if dtype in ("int8", "float16") else _narrow_dtype(dtype))
-        self._largest = LARGEST[dtype]
+        self._format = number_format(dtype)
 
     def _new_memory(self, part: FlatRange, rank: int, size: int) -> list[Buffer]:
-        num_blocks, block = _blocks(-(-(part.stop - part.start) // size))
-        shapes = {"sent": (size, num_blocks, block), "reduced": (1, num_blocks, block)}
-        return [own_buffer(part, what, shape, rank, size) for what, shape in shapes.items()]
+        num_slices = size if size > 2 else 1
+        room = room_for(-(-(part.stop - part.start) // num_slices))
+        sent = own_buffer(part, "sent", (num_slices, room), rank, size)
+        return [sent] if num_slices == 1 else [sent, own_buffer(part, "reduced", (room,), rank, size)]
 
     def _steps(self, grad: Array, part: FlatRange, kept: list[Buffer], comm: Communicator, turn: Turn) -> MessageSteps:
-        sent, reduced = kept
-        rows = sent.data.copy()
-        rows.reshape(-1)[: grad.size] += grad
-        packed = self.narrowed(rows, sent)
-        self._count(packed, comm.size)
-        parts = self.widened((yield comm.all_to_all(packed)), rows)
-        total = reduced.data.copy()
-        for row in parts:
-            total += row
-        packed = self.narrowed(total, reduced)[0]
+        sent = kept[0].data
+        num_slices, room = sent.shape
+        length = -(-grad.size // num_slices)
+        slices = [grad[i * length : (i + 1) * length] for i in range(num_slices)]
+        messages = xp_of(grad).empty((num_slices, self._format.packed_bytes(room)), np.uint8)
+        for its, missing, message in zip(slices, sent, messages, strict=True):
+            self._format.pack(its, missing, message)
+        self._count(messages, comm.size)
+        if num_slices == 1:
+            self._format.add_up((yield comm.allgather(messages[0])), room, grad)
+            return grad
+        total, message = xp_of(grad).empty(length, grad.dtype), messages[0]
+        self._format.add_up((yield comm.all_to_all(messages)), room, total)
+        self._format.pack(total, kept[1].data, message)
         yield turn
         turn.take()
-        rows = self.widened((yield self._later.allgather(packed)), rows)
-        grad[...] = rows.reshape(-1)[: grad.size]
+        for its, row in zip(slices, (yield self._later.allgather(message)), strict=True):
+            self._format.add_up(row[None], room, its)
         return grad
-
-    def narrowed(self, rows: Array, kept: Buffer) -> Array:
-        """Return what travels of each row, (number of rows, bytes), and keep the rest.
-
-        Args:
-            rows: (number of rows, number of blocks, n), each block scaled by itself.
-            kept: as many numbers; overwritten with what does not travel.
-        """
-        xp = xp_of(rows)
-        scales = xp.maximum(rows.max(axis=2), -rows.min(axis=2))
-        scales = (scales / self._largest).astype(np.float32)
-        is_broken = ~xp.isfinite(scales)
-        steps = xp.where(is_broken | (scales == 0), 1, scales).astype(np.float32)
-        if is_broken.any():
-            rows = xp.where(is_broken[:, :, None], 0, rows)
-        wide_steps = steps.astype(rows.dtype)[:, :, None]
-        scaled = rows / wide_steps
-        codes = (xp.rint(scaled, out=scaled) if self._dtype.kind == "i" else scaled).astype(self._dtype)
-        said = codes.astype(rows.dtype)
-        said *= wide_steps
-        kept.data = xp.subtract(rows, said, out=said)
-        steps[is_broken] = np.nan
-        num_rows = len(rows)
-        return xp.concatenate([codes.reshape(num_rows, -1).view(np.uint8), steps.view(np.uint8)], axis=1)
-
-    def widened(self, packed: Array, like: Array) -> Array:
-        """Return the rows that `narrowed` packed.
-
-        Args:
-            packed: (number of rows, bytes).
-            like: (any number of rows, number of blocks, n), of the dtype of the result.
-        """
-        xp = xp_of(packed)
-        _, num_blocks, block = like.shape
-        num_code_bytes = num_blocks * block * self._dtype.itemsize
-        codes = xp.ascontiguousarray(packed[:, :num_code_bytes]).view(self._dtype)
-        scales = xp.ascontiguousarray(packed[:, num_code_bytes:]).view(np.float32)
-        rows = codes.reshape(len(packed), num_blocks, block).astype(like.dtype)
-        rows *= scales.astype(like.dtype)[:, :, None]
-        return rows
-
-
-def _blocks(length: int) -> tuple[int, int]:
-    """Return into how many blocks so many numbers are cut, and how many each has.
-
-    They are as few and as even as can be.
-    """
-    num_blocks = -(-length // MOST_IN_BLOCK)
-    return num_blocks, -(-length // num_blocks)
-
-
-def _narrow_dtype(name: str) -> Any:
-    try:
-        import ml_dtypes
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(needs(name, "ml_dtypes", "bfloat16")) from error
-
-    return getattr(ml_dtypes, name)

@@ -1,0 +1,133 @@
+"""How numbers travel in few bits: each format packs them, and adds them up again.
+
+Numbers go in blocks of at most 256 with a scale each, four bytes: gradients of a gain and of a matrix may lie in one
+message, and with one scale the smaller ones would all be rounded to nothing.
+
+    | scales, float32 | numbers |      a packed message, (bytes,)
+
+Source: Dettmers et al. 2022 (arXiv 2110.02861), section 2.1: blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from distributed.comm.communicator import Array
+from minigrad.extras import needs
+from minigrad.kernels import kernels_of
+
+# Whole numbers, by their bits; and floats, by the largest one that is sent: what a block's own largest is brought to.
+WHOLE = {"int8": 8, "int4": 4}
+FLOATS = {"float8_e4m3fn": 448.0, "float16": 1.0, "bfloat16": 1.0}
+NUMBER_FORMATS = (*WHOLE, *FLOATS)
+MOST_IN_BLOCK = 256  # numbers
+_ALIGNED = 16  # numbers: blocks are multiples, so that rows of messages begin at whole words
+
+
+def number_format(name: str) -> NumberFormat:
+    """Return the format of this name.
+
+    Raises:
+        ValueError: there is none.
+        ModuleNotFoundError: it needs `ml_dtypes`.
+    """
+    if name in WHOLE:
+        return _Whole(WHOLE[name])
+    if name in FLOATS:
+        return _Float(np.dtype(name if name == "float16" else _narrow_dtype(name)), FLOATS[name])
+    raise ValueError(f"gradients can be sent as {', '.join(NUMBER_FORMATS)}, got {name!r}")
+
+
+def room_for(length: int) -> int:
+    """Return how many numbers travel where there are so many: those of whole blocks, as few and as even as can be."""
+    num_blocks = _num_blocks(length)
+    return num_blocks * -(-length // (num_blocks * _ALIGNED)) * _ALIGNED
+
+
+def _num_blocks(length: int) -> int:
+    return -(-length // MOST_IN_BLOCK)
+
+
+class NumberFormat(ABC):
+    """A way to write numbers down."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def packed_bytes(self, room: int) -> int:
+        """Return what numbers travel in that have so much room."""
+        return 4 * _num_blocks(room) + room * self._bits // 8
+
+    def pack(self, values: Array, kept: Array, packed: Array) -> None:
+        """Pack values + kept, and keep what is lost by it; of a block with a number that is not finite, nothing.
+
+        Args:
+            values: (n,), at most as many as `kept` has room for.
+            kept: (room,), overwritten.
+            packed: (bytes,), overwritten.
+        """
+        self._narrow(values, kept, *self._parts(packed, kept.size))
+
+    def add_up(self, messages: Array, room: int, out: Array) -> None:
+        """Write the sum of packed messages into `out`, in their order.
+
+        It is nan where a block had a number that was not finite.
+
+        Args:
+            messages: (any number of them, bytes).
+            out: (n,), at most as many as there was room for.
+        """
+        for i, packed in enumerate(messages):
+            self._widen(*self._parts(packed, room), out, i > 0)
+
+    def _parts(self, packed: Array, room: int) -> tuple[Array, Array]:
+        """Return the scales and the numbers of a message."""
+        end = 4 * _num_blocks(room)
+        return packed[:end].view(np.float32), packed[end:]
+
+    @abstractmethod
+    def _narrow(self, values: Array, kept: Array, scales: Array, numbers: Array) -> None: ...
+
+    @abstractmethod
+    def _widen(self, scales: Array, numbers: Array, out: Array, add: bool) -> None: ...
+
+
+class _Whole(NumberFormat):
+    def _narrow(self, values: Array, kept: Array, scales: Array, numbers: Array) -> None:
+        kernels_of(values).quantize(values, kept, numbers, scales, self._bits)
+
+    def _widen(self, scales: Array, numbers: Array, out: Array, add: bool) -> None:
+        kernels_of(out).add_dequantized(numbers, scales, self._bits, out, add)
+
+
+class _Float(NumberFormat):
+    def __init__(self, dtype: np.dtype[Any], largest: float) -> None:
+        super().__init__(8 * dtype.itemsize)
+        self._dtype, self._largest = dtype, largest
+
+    def _narrow(self, values: Array, kept: Array, scales: Array, numbers: Array) -> None:
+        blocks, steps = kernels_of(values).scaled_blocks(values, kept, scales, self._largest)
+        blocks /= steps
+        narrow = blocks.astype(self._dtype)
+        numbers[...] = narrow.reshape(-1).view(np.uint8)
+        blocks -= narrow.astype(blocks.dtype)
+        blocks *= steps
+        kept[...] = blocks.reshape(-1)
+
+    def _widen(self, scales: Array, numbers: Array, out: Array, add: bool) -> None:
+        blocks = numbers.view(self._dtype).reshape(scales.size, -1).astype(out.dtype)
+        blocks *= scales.astype(out.dtype)[:, None]
+        values = blocks.reshape(-1)[: out.size]
+        out[...] = out + values if add else values
+
+
+def _narrow_dtype(name: str) -> Any:
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(needs(name, "ml_dtypes", "bfloat16")) from error
+
+    return getattr(ml_dtypes, name)

@@ -1,0 +1,76 @@
+"""Numbers in few bits for float32 and float64 on a CPU, compiled by numba: a block is read from memory once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minigrad.backend import Array
+from minigrad.kernels.compiling import EXACT, compiled, contiguous
+
+__all__ = ["add_dequantized", "quantize"]
+
+
+@compiled(EXACT)
+def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, bits: int) -> None:
+    T, W = kept.dtype.type, words.dtype.type
+    block = kept.size // scales.size
+    part, parts, mask = block * bits // 8, 8 // bits, (1 << bits) - 1
+    largest = T((1 << (bits - 1)) - 1)
+    sign = W(~(W(1) << W(8 * words.itemsize - 1)))
+    numbers = np.empty(block, np.int8)
+    word = np.zeros(1, words.dtype)  # the magnitude of a float is ordered as its bits are: whole numbers, nan above all
+    for b in range(scales.size):
+        own, own_words = kept[b * block : (b + 1) * block], words[b * block : (b + 1) * block]
+        own_x = x[b * block : (b + 1) * block]
+        for i in range(own_x.size):
+            own[i] += own_x[i]
+        size = W(0)
+        for i in range(block):
+            size = max(size, W(own_words[i] & sign))
+        word[0] = size
+        scale = np.float32(word.view(kept.dtype)[0] / largest)
+        own_codes = codes[b * part : (b + 1) * part]
+        if not np.isfinite(scale):
+            scales[b] = np.nan
+            own[:] = 0
+            own_codes[:] = 0
+            continue
+        scales[b] = scale
+        step = T(scale) if scale > 0 else T(1)
+        for i in range(block):
+            number = min(max(np.rint(own[i] / step), -largest), largest)
+            own[i] -= number * step
+            numbers[i] = np.int8(number)
+        if bits == 8:
+            for i in range(part):
+                own_codes[i] = np.uint8(numbers[i])
+            continue
+        own_codes[:] = 0
+        for p in range(parts):
+            its = numbers[p * part : (p + 1) * part]
+            for i in range(part):
+                own_codes[i] |= np.uint8((its[i] & mask) << (bits * p))
+
+
+def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int) -> None:
+    _quantize(contiguous(x), kept, kept.view(f"i{kept.itemsize}"), codes, scales, bits)
+
+
+@compiled(EXACT)
+def _add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool) -> None:
+    T = out.dtype.type
+    part, parts = codes.size // scales.size, 8 // bits
+    block = part * parts
+    for b in range(scales.size):
+        scale = T(scales[b])
+        own = codes[b * part : (b + 1) * part]
+        for p in range(parts):
+            start = b * block + p * part
+            values = out[start : start + part]
+            for i in range(values.size):
+                number = T(np.int8(np.int8(own[i] << (8 - bits - bits * p)) >> (8 - bits)))
+                values[i] = values[i] + number * scale if add else number * scale
+
+
+def add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool) -> None:
+    _add_dequantized(contiguous(codes), contiguous(scales), bits, out, add)
