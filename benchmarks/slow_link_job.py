@@ -59,6 +59,7 @@ class Method:
     Attributes:
         hook: makes how gradients travel in each step, or what local steps have learned; None: as they are.
         every, fragments, delay, alpha, outer: of local steps, where every is above 0.
+        bucket_bytes: of gradients; None: as DistributedDataParallel cuts them.
         alone: nothing travels, and replicas drift apart.
     """
 
@@ -68,6 +69,7 @@ class Method:
     delay: int = 0
     alpha: float | None = None
     outer: Rule = field(default_factory=Nesterov)
+    bucket_bytes: int | None = None
     alone: bool = False
 
 
@@ -132,7 +134,9 @@ class Training:
             )
             return
         ranks = SoloCommunicator() if method.alone else comm
-        self._ddp = DistributedDataParallel(self._model, ranks, comm_hook=self._comm_hook)
+        self._ddp = DistributedDataParallel(
+            self._model, ranks, comm_hook=self._comm_hook, bucket_bytes=method.bucket_bytes
+        )
         if self._hook is not None:
             self._hook.attach(self._ddp.buckets)
         self._optimizer = self._ddp.optimizer(rule)

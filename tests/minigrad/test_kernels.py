@@ -62,7 +62,7 @@ def quantize_args(bits: int, x: Sample, m: int, n: int) -> list[Any]:
     kept = tame(x(num_blocks * 4 * n)).copy()
     kept[-4 * n :] = 0
     codes, scales = np.zeros(kept.size * bits // 8, np.uint8), np.zeros(num_blocks, np.float32)
-    return [x(m * n), kept, codes, scales, bits]
+    return [x(m * n).copy(), kept, codes, scales, bits]
 
 
 def dequantize_args(bits: int, x: Sample, m: int, n: int) -> list[Any]:
@@ -220,6 +220,7 @@ def test_what_is_said_of_half_precision_and_what_is_kept_make_up_the_numbers(nam
     reference.quantize(x, kept, codes, scales, bits)
     said = np.empty(kept.size)
     reference.add_dequantized(codes, scales, bits, said, False)
+    np.testing.assert_array_equal(x, said[: x.size].astype(x.dtype))
     np.testing.assert_allclose(said + kept.astype(np.float64), wanted, atol=2**-9 * abs(wanted).max())
 
 

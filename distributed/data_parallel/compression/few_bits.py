@@ -1,8 +1,9 @@
 """Gradients in few bits, with error feedback: a comm hook.
 
-Two ranks tell each other all they have, in one message, and each adds up in rank order:
+Two ranks tell each other all they have, in one message:
 
-    own gradients + kept    ---narrowed, what is lost is kept--->    allgather, sum: the same bits on both
+    own gradients + kept    narrowed; what is lost is kept
+               allgather    the other's is added to what the own one says: the same bits on both
 
 With more ranks that would be more bytes the more there are. So each adds up a slice for everybody:
 
@@ -62,13 +63,15 @@ class ErrorFeedback(FeedbackHook):
             self._format.pack(its, missing, message)
         self._count(messages, comm.size)
         if num_slices == 1:
-            self._format.add_up((yield comm.allgather(messages[0])), room, grad)
+            rows = yield comm.allgather(messages[0])
+            self._format.unpack(rows[1 - comm.rank], room, grad, add=True)  # a + b is b + a: the same bits on both
             return grad
         total, message = xp_of(grad).empty(length, grad.dtype), messages[0]
-        self._format.add_up((yield comm.all_to_all(messages)), room, total)
+        for i, row in enumerate((yield comm.all_to_all(messages))):
+            self._format.unpack(row, room, total, add=i > 0)
         self._format.pack(total, kept[1].data, message)
         yield turn
         turn.take()
         for its, row in zip(slices, (yield self._later.allgather(message)), strict=True):
-            self._format.add_up(row[None], room, its)
+            self._format.unpack(row, room, its, add=False)
         return grad

@@ -1,4 +1,4 @@
-"""How numbers travel in few bits: each format packs them, and adds them up again.
+"""How numbers travel in few bits: each format packs them, and adds up what is packed.
 
 Numbers go in blocks of at most 256 with a scale each, four bytes: gradients of a gain and of a matrix may lie in one
 message, and with one scale the smaller ones would all be rounded to nothing.
@@ -62,26 +62,24 @@ class NumberFormat(ABC):
         return 4 * _num_blocks(room) + room * self._bits // 8
 
     def pack(self, values: Array, kept: Array, packed: Array) -> None:
-        """Pack values + kept, and keep what is lost by it; of a block with a number that is not finite, nothing.
+        """Pack values + kept; leave in `values` what that says, and in `kept` what it does not.
+
+        Of a block with a number that is not finite it says nan, and nothing is kept.
 
         Args:
             values: (n,), at most as many as `kept` has room for.
-            kept: (room,), overwritten.
+            kept: (room,).
             packed: (bytes,), overwritten.
         """
         self._narrow(values, kept, *self._parts(packed, kept.size))
 
-    def add_up(self, messages: Array, room: int, out: Array) -> None:
-        """Write the sum of packed messages into `out`, in their order.
-
-        It is nan where a block had a number that was not finite.
+    def unpack(self, packed: Array, room: int, out: Array, *, add: bool) -> None:
+        """Write what a packed message says into `out`, or add it.
 
         Args:
-            messages: (any number of them, bytes).
             out: (n,), at most as many as there was room for.
         """
-        for i, packed in enumerate(messages):
-            self._widen(*self._parts(packed, room), out, i > 0)
+        self._widen(*self._parts(packed, room), out, add)
 
     def _parts(self, packed: Array, room: int) -> tuple[Array, Array]:
         """Return the scales and the numbers of a message."""
@@ -110,12 +108,10 @@ class _Float(NumberFormat):
 
     def _narrow(self, values: Array, kept: Array, scales: Array, numbers: Array) -> None:
         blocks, steps = kernels_of(values).scaled_blocks(values, kept, scales, self._largest)
-        blocks /= steps
-        narrow = blocks.astype(self._dtype)
+        narrow = (blocks / steps).astype(self._dtype)
         numbers[...] = narrow.reshape(-1).view(np.uint8)
-        blocks -= narrow.astype(blocks.dtype)
-        blocks *= steps
-        kept[...] = blocks.reshape(-1)
+        kept[...] = (blocks - narrow.astype(blocks.dtype) * steps).reshape(-1)
+        self._widen(scales, numbers, values, False)
 
     def _widen(self, scales: Array, numbers: Array, out: Array, add: bool) -> None:
         blocks = numbers.view(self._dtype).reshape(scales.size, -1).astype(out.dtype)

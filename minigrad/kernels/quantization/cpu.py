@@ -6,6 +6,7 @@ import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.compiling import EXACT, compiled, contiguous
+from minigrad.kernels.quantization import reference
 
 __all__ = ["add_dequantized", "quantize"]
 
@@ -33,6 +34,7 @@ def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, 
         if not np.isfinite(scale):
             scales[b] = np.nan
             own[:] = 0
+            own_x[:] = np.nan
             own_codes[:] = 0
             continue
         scales[b] = scale
@@ -41,6 +43,8 @@ def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, 
             number = min(max(np.rint(own[i] / step), -largest), largest)
             own[i] -= number * step
             numbers[i] = np.int8(number)
+        for i in range(own_x.size):
+            own_x[i] = T(numbers[i]) * step
         if bits == 8:
             for i in range(part):
                 own_codes[i] = np.uint8(numbers[i])
@@ -53,7 +57,10 @@ def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, 
 
 
 def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int) -> None:
-    _quantize(contiguous(x), kept, kept.view(f"i{kept.itemsize}"), codes, scales, bits)
+    if not x.flags.carray:
+        reference.quantize(x, kept, codes, scales, bits)
+        return
+    _quantize(x, kept, kept.view(f"i{kept.itemsize}"), codes, scales, bits)
 
 
 @compiled(EXACT)

@@ -16,10 +16,10 @@ __all__ = ["add_dequantized", "quantize", "scaled_blocks"]
 
 
 def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int) -> None:
-    """Write x + kept in few bits, and into `kept` what these do not say.
+    """Write x + kept in few bits, into x what these say, and into `kept` what they do not.
 
     Args:
-        x, kept, scales: see `scaled_blocks`, where the largest magnitude is 2 ** (bits - 1) - 1.
+        x: overwritten; kept, scales: see `scaled_blocks`, where the largest magnitude is 2 ** (bits - 1) - 1.
         codes: (m bits / 8,) uint8, overwritten.
         bits: 8 or 4.
     """
@@ -27,7 +27,10 @@ def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int) -> N
     largest = 2 ** (bits - 1) - 1
     blocks, steps = scaled_blocks(x, kept, scales, largest)
     numbers = xp.clip(xp.rint(blocks / steps), -largest, largest)  # the scale of tiny ones may be rounded to too little
-    kept[...] = (blocks - numbers * steps).reshape(-1)
+    said = numbers * steps
+    kept[...] = (blocks - said).reshape(-1)
+    said[xp.isnan(scales)] = np.nan
+    x[...] = said.reshape(-1)[: x.size]
     parts = xp.split(numbers.astype(np.int8).view(np.uint8) & (2**bits - 1), 8 // bits, axis=1)
     codes[...] = 0
     for i, part in enumerate(parts):
