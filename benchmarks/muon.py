@@ -28,12 +28,12 @@ from results_file import FOLDER
 from common.text import load_tokens, split
 from distributed.data.batches import TokenBatches, validation_batches
 from minigrad import backward, cross_entropy, no_grad
-from minigrad.clipping import clip_by_global_norm
 from minigrad.lr_schedule import scaled, warmup_cosine
 from minigrad.models import GPT, GPTConfig
-from minigrad.muon import Muon
 from minigrad.optim import AdamW, Optimizer
-from minigrad.update_rules import Rule
+from minigrad.optim.clipping import clip_by_global_norm
+from minigrad.optim.muon import Muon
+from minigrad.optim.update_rules import Rule
 from train_gpt import MUON_RATE
 
 RESULTS = FOLDER / "muon.json"

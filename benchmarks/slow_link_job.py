@@ -36,11 +36,11 @@ from distributed.data_parallel.compression.low_rank import PowerSGD
 from distributed.data_parallel.compression.top_k import TopK
 from distributed.data_parallel.local_steps import LocalSteps, Nesterov
 from minigrad import backward_with_hooks, cross_entropy, no_grad
-from minigrad.clipping import clip_by_global_norm
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import GPT, GPTConfig
 from minigrad.optim import SGD, AdamW, Optimizer
-from minigrad.update_rules import Rule
+from minigrad.optim.clipping import clip_by_global_norm
+from minigrad.optim.update_rules import Rule
 
 CONFIG = GPTConfig(**(SIZES["nano-cpu"] | {"vocab_size": 256}))  # bytes
 BATCH_OF_A_RANK = BATCH["nano-cpu"]

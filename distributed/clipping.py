@@ -1,7 +1,7 @@
 """Clipping by the norm of the whole model, also where no rank holds all of it.
 
 A rank that clips by the norm of its own parameters scales them by another factor than its neighbours do, and nothing
-shows it but a model that learns worse. So `minigrad.clipping.clip_by_global_norm` refuses parameters of a part.
+shows it but a model that learns worse. So `minigrad.optim.clipping.clip_by_global_norm` refuses parameters of a part.
 
 Where gradients are exact sums (`data_parallel/buckets/exact.py`) their norm is one too: the same bits in every layout.
 """
@@ -18,8 +18,8 @@ import numpy as np
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.solo import SoloCommunicator
 from minigrad.backend import xp_of
-from minigrad.clipping import check_max_norm, grad_norm, scale_to_norm
 from minigrad.flat import grads_of
+from minigrad.optim.clipping import check_max_norm, grad_norm, scale_to_norm
 from minigrad.parameter import Parameter, check_usable
 
 NUM_TERMS = 3  # of an exact sum: it is right to 159 bits below its first one

@@ -22,10 +22,10 @@ from distributed import DistributedDataParallel, world
 from distributed.data.batches import Sampler
 from distributed.run import Run, read_settings, run_script
 from minigrad import backward_with_hooks, check_vjp, cross_entropy, op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.nn import Linear, ParamGetter, Sequential
 from minigrad.optim import AdamW, Optimizer
-from minigrad.vjps import Vjp
 
 
 @op

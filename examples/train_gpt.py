@@ -54,9 +54,9 @@ from minigrad.cuda_graph import CapturedStep
 from minigrad.lr_schedule import scaled, warmup_cosine
 from minigrad.models import gpt
 from minigrad.models.generation import Sampling
-from minigrad.muon import Muon, is_hidden_matrix
 from minigrad.optim import AdamW, Optimizer, Rule
-from minigrad.param_groups import Group, Groups
+from minigrad.optim.muon import Muon, is_hidden_matrix
+from minigrad.optim.param_groups import Group, Groups
 from minigrad.parameter import Parameter
 from minigrad.precision import LossScale, use_precision
 from minigrad.step_guard import StepGuard

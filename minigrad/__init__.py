@@ -1,15 +1,15 @@
 """minigrad: tape-based automatic differentiation over NumPy or CuPy arrays.
 
-In reading order: `tensor` and `parameter` (what is on the tape), `tape` (how ops record), `backprop` (how gradients and
-hooks flow), `ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rng`.
+In reading order: `tensor` and `parameter` (what is on the tape), `autodiff.tape` (how ops record), `autodiff.backprop`
+(how gradients and hooks flow), `ops`, `nn`, `models`; `flat` (where parameters live), `optim`, `rng`.
 """
 
 from typing import TYPE_CHECKING
 
 from minigrad import habits as _habits
 from minigrad import lr_schedule, models, nn, optim, rng
-from minigrad.anomaly import detect_anomaly
-from minigrad.backprop import (
+from minigrad.autodiff.anomaly import detect_anomaly
+from minigrad.autodiff.backprop import (
     backward,
     backward_input,
     backward_weight,
@@ -17,21 +17,21 @@ from minigrad.backprop import (
     backward_with_hooks,
     reached_parameters,
 )
-from minigrad.deferred import DeferredGrads
+from minigrad.autodiff.deferred import DeferredGrads
+from minigrad.autodiff.functional import value_and_grad
+from minigrad.autodiff.gradcheck import check_vjp
+from minigrad.autodiff.hooks import Hooks
+from minigrad.autodiff.mode import enable_grad, no_grad
+from minigrad.autodiff.recomputation import recompute
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.tape_listing import Tape
+from minigrad.autodiff.vjps import Joint
 from minigrad.flat import FlatBuffer, FlatRange
-from minigrad.functional import value_and_grad
-from minigrad.gradcheck import check_vjp
-from minigrad.hooks import Hooks
-from minigrad.mode import enable_grad, no_grad
 from minigrad.ops import *  # noqa: F403  # the op table's __all__
 from minigrad.ops import __all__ as _op_names
 from minigrad.parameter import Hold, Parameter
-from minigrad.profiler import Profile, profile
-from minigrad.recomputation import recompute
-from minigrad.tape import op
-from minigrad.tape_listing import Tape
+from minigrad.profiling.profiler import Profile, profile
 from minigrad.tensor import Tensor
-from minigrad.vjps import Joint
 
 if not TYPE_CHECKING:  # a type checker knows what is there
     __getattr__ = _habits.missing_name(__name__)

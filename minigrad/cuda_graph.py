@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from minigrad.autodiff.mode import Capture, capturing, current_hook
 from minigrad.backend import Array, cuda_library, cupy, xp_of
-from minigrad.mode import Capture, capturing, current_hook
 from minigrad.optim import Optimizer
 from minigrad.tensor import Tensor
 

@@ -178,7 +178,7 @@ PACKAGES = {
         "cuda": "minigrad.backend.use_gpu(index), and nn.ParamGetter(device='cuda')",
         "inference_mode": "minigrad.no_grad()",
         "set_grad_enabled": "minigrad.no_grad() or minigrad.enable_grad()",
-        "is_grad_enabled": "minigrad.mode.is_recording()",
+        "is_grad_enabled": "minigrad.autodiff.mode.is_recording()",
         "autograd": "minigrad.value_and_grad, and @minigrad.op for a derivative of your own",
         "autocast": "minigrad.precision.use_precision(params, 'bfloat16')",
         "utils": "distributed.data for batches, minigrad.recompute for checkpointing",
@@ -207,8 +207,6 @@ PACKAGES = {
     },
     "minigrad.optim": {
         "lr_scheduler": "AdamW(lr=lr_schedule.warmup_cosine(...)): a rule takes a function of the step",
-        "Muon": "minigrad.muon.Muon, a rule in a file of its own",
-        "Groups": GROUPS,
         "RMSprop": "a rule of your own, with init and update: see optim.Rule",
         "Adagrad": "a rule of your own, with init and update: see optim.Rule",
     },

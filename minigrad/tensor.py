@@ -16,7 +16,7 @@ from minigrad.backend import Array, xp_of
 from minigrad.versions import Version
 
 if TYPE_CHECKING:
-    from minigrad.tape import Node
+    from minigrad.autodiff.tape import Node
 
 
 class Tensor:

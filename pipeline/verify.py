@@ -19,15 +19,15 @@ from distributed.comm.local import LocalWorld
 from distributed.comm.mesh import Mesh
 from distributed.data_parallel.ddp import DistributedDataParallel
 from minigrad import rng
+from minigrad.autodiff.backprop import Steps, backward, backward_with_grad, to_the_end
+from minigrad.autodiff.hooks import Hooks
 from minigrad.backend import Array
-from minigrad.backprop import Steps, backward, backward_with_grad, to_the_end
-from minigrad.clipping import grad_norm, scale_to_norm
-from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter, Sequential
 from minigrad.optim import Optimizer
+from minigrad.optim.clipping import grad_norm, scale_to_norm
+from minigrad.optim.update_rules import SGD, Rule
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
-from minigrad.update_rules import SGD, Rule
 from pipeline.runtime import microbatch
 from pipeline.runtime.executor import PipelineExecutor
 from pipeline.runtime.stage import PipelineStage

@@ -26,13 +26,13 @@ from distributed.data_parallel.replicas import (
 from distributed.data_parallel.shares import NO_SAMPLES, Share, count
 from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
+from minigrad.autodiff.hooks import Hooks
+from minigrad.autodiff.mode import check_told_again
 from minigrad.backend import xp_of
-from minigrad.hooks import Hooks
-from minigrad.mode import check_told_again
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer, is_matrix
+from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Parameter
-from minigrad.update_rules import Rule
 
 T = TypeVar("T")
 

@@ -38,12 +38,12 @@ from distributed.comm.work import CompletedWork
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.compression.feedback import FeedbackHook, allreduce_bytes
 from distributed.data_parallel.replicas import broadcast_params, check_layout
+from minigrad.autodiff.hooks import Hooks
 from minigrad.flat import FlatBuffer, FlatRange
-from minigrad.hooks import Hooks
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
+from minigrad.optim.update_rules import LearningRate, Rule
 from minigrad.parameter import Parameter
-from minigrad.update_rules import LearningRate, Rule
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 
 from distributed.comm.solo import SoloCommunicator
 from distributed.data_parallel.trainer import Trainer, TrainingConfig, TrainingMetrics, mark_ready
-from minigrad.backprop import backward_with_grad, reached_parameters
-from minigrad.hooks import Hooks
+from minigrad.autodiff.backprop import backward_with_grad, reached_parameters
+from minigrad.autodiff.hooks import Hooks
 from minigrad.nn import Module
 from minigrad.tensor import Tensor
 

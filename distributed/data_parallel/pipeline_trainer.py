@@ -15,7 +15,7 @@ from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.ddp import HasParameters
 from distributed.data_parallel.trainer import ReplicaOptions, Trainer, TrainingConfig, TrainingMetrics
 from distributed.trace.recorder import Recorder
-from minigrad.hooks import Hooks
+from minigrad.autodiff.hooks import Hooks
 
 Batch = Array | Sequence[Array]
 

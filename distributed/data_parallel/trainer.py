@@ -20,10 +20,10 @@ from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.ddp import DistributedDataParallel, HasParameters
 from distributed.data_parallel.replicas import broadcast_params
 from distributed.trace.recorder import Recorder
-from minigrad.hooks import Hooks
+from minigrad.autodiff.hooks import Hooks
+from minigrad.optim.update_rules import AdamW, LearningRate, Rule
 from minigrad.parameter import Parameter
 from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
-from minigrad.update_rules import AdamW, LearningRate, Rule
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import numpy as np
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.trace.clock import Clock, HostClock
 from distributed.trace.perfetto import Event
-from minigrad.hooks import Hooks
+from minigrad.autodiff.hooks import Hooks
 
 NUM_EXCHANGES = 16  # of clocks, with each rank; the quickest counts
 CommHook = Callable[[Array, Communicator], Work]

@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import minigrad as mg
-from minigrad.tape import collect
+from minigrad.autodiff.tape import collect
 
 BLUE, GREEN, ORANGE, GREY = "#6aaee8", "#4fb98a", "#efb551", "#d9dfe5"
 plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}

@@ -28,9 +28,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import minigrad as mg
+from minigrad.autodiff.op_hooks import progressing
+from minigrad.autodiff.vjps import kept_arrays
 from minigrad.models import GPT, GPTConfig
-from minigrad.op_hooks import progressing
-from minigrad.vjps import kept_arrays
 
 BLUE, GREEN, ORANGE, GREY = "#6aaee8", "#4fb98a", "#efb551", "#d9dfe5"
 plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}
@@ -248,5 +248,5 @@ print("all", len(plain.grads), "gradients are equal to the last bit")
 #    al. 2016, *Training deep nets with sublinear memory cost*.)
 # 2. Let `swish` keep `x` and `s` and work out the slope in its vjp. What does it keep now, alone, and after a
 #    `matmul`?
-# 3. In `measure`, put the `vjps` of all nodes (`minigrad.tape.collect(loss.node)`) in a list before the backward.
-#    What does that do to the way down?
+# 3. In `measure`, put the `vjps` of all nodes (`collect(loss.node)` of `minigrad.autodiff.tape`) in a list before the
+#    backward. What does that do to the way down?

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.autodiff.mode import no_grad
 from minigrad.backend import Array, to_host, xp_of
-from minigrad.mode import no_grad
 from minigrad.models.gpt import GPT, GPTEmbedding, GPTHead
 from minigrad.nn import KeyValueCache
 from minigrad.tensor import Tensor

@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from minigrad import habits
+from minigrad.autodiff.mode import current_hook
 from minigrad.backend import Array
-from minigrad.mode import current_hook
 from minigrad.nn.buffer import Buffer
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from minigrad.autodiff.mode import is_replaying
 from minigrad.backend import Array, place
-from minigrad.mode import is_replaying
 from minigrad.nn.buffer import Buffer
 from minigrad.nn.init import ParamGetter, ones, zeros
 from minigrad.nn.module import Module

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from minigrad.autodiff.recomputation import recompute
 from minigrad.nn.module import Module
-from minigrad.recomputation import recompute
 from minigrad.tensor import Tensor
 
 

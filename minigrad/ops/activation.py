@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.tape import op
-from minigrad.vjps import Vjp
 
 
 @op

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Joint, Vjp
 from minigrad.backend import Array, widened, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.tape import op
-from minigrad.vjps import Joint, Vjp
 
 Backward = Callable[[Array, Array, Array, Array], None]  # backward(g, dq, dk, dv) writes into all but g
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp, WeightVjp
 from minigrad.backend import Array, widened, xp_of
 from minigrad.ops.operands import put
-from minigrad.tape import op
-from minigrad.vjps import Vjp, WeightVjp
 
 Gather = Callable[[Array], Array]  # (n,) -> (num_parts, n): that of each part of the batch, alike for all of them
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from minigrad.arguments import as_int
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import half_in_float32
-from minigrad.tape import op
-from minigrad.vjps import Vjp
 
 Pair = tuple[int, int]
 

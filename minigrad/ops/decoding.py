@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from minigrad.autodiff.mode import current_hook, is_recording
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.mode import current_hook, is_recording
 from minigrad.ops.nn import NORM_EPS
 from minigrad.tensor import Tensor
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import fit_one, half_in_float32, in_floating_dtype
-from minigrad.tape import op
-from minigrad.vjps import Vjp
 
 
 @op

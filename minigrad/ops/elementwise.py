@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import broadcasting, fit, half_in_float32, pair, pass_on, select
-from minigrad.tape import op
-from minigrad.vjps import Vjp
 
 
 def _negate(g: Array) -> Array:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp, WeightVjp
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit_one, given_beside, in_floating_dtype, pass_on
-from minigrad.tape import op
-from minigrad.vjps import Vjp, WeightVjp
 
 
 @op

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from minigrad.arguments import as_int
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, is_half, scatter_add_rows, xp_of
 from minigrad.habits import own_options
 from minigrad.ops.operands import axes_of
-from minigrad.tape import op
 from minigrad.tensor import Tensor
-from minigrad.vjps import Vjp
 
 
 @op

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, widened, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.tape import op
-from minigrad.vjps import Vjp
 
 
 @op

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import AddingVjp, Vjp, WeightVjp
 from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
 from minigrad.ops.operands import fit, in_floating_dtype, put
-from minigrad.tape import op
-from minigrad.vjps import AddingVjp, Vjp, WeightVjp
 
 NORM_EPS = 1e-5
 

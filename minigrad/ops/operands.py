@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from minigrad.arguments import as_int
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, is_half, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.vjps import Vjp
 
 Axis = int | tuple[int, ...] | None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from minigrad import habits
 from minigrad.arguments import as_int
-from minigrad.mode import is_recording
+from minigrad.autodiff.mode import is_recording
 from minigrad.ops.elementwise import abs, add, astype, div, mul, neg, pow, sub
 from minigrad.ops.indexing import getitem, split
 from minigrad.ops.linalg import matmul

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import Axis, add_up, axes_of, half_in_float32, select
-from minigrad.tape import op
-from minigrad.vjps import Vjp
 
 
 class _Reduced:

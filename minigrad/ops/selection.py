@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import check_broadcast, fit, half_in_float32, pair, select
-from minigrad.tape import op
-from minigrad.vjps import Vjp
 
 _BOOLEAN = np.dtype(bool)
 

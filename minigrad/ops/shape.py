@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minigrad.arguments import as_array, as_int
+from minigrad.autodiff.tape import op
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.habits import check_options
 from minigrad.ops.operands import axes_of, in_floating_dtype, unbroadcast
-from minigrad.tape import op
 from minigrad.tensor import Tensor
-from minigrad.vjps import Vjp
 
 
 @op

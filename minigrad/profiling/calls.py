@@ -1,7 +1,7 @@
 """Every call of an op or an update rule: its seconds, the bytes that it reads and writes, its matrix products.
 
 The seconds of a kind of call (same op, same shapes) are counted at their median, so that a first call, which compiles,
-and a moment when the machine was busy are no matter. `minigrad.profiler` has the plain sums.
+and a moment when the machine was busy are no matter. `minigrad.profiling.profiler` has the plain sums.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minigrad.autodiff.mode import Seen, hooked_by
+from minigrad.autodiff.tape import Node
 from minigrad.backend import Array, synchronize
 from minigrad.kernels import replaced
 from minigrad.kernels.common import KEPT_QUERIES, QUERIES
-from minigrad.mode import Seen, hooked_by
-from minigrad.tape import Node
 
 RULES = ("adamw", "sgd")  # kernels that update parameters, outside of any op
 FORWARD, BACKWARD = "forward", "backward"

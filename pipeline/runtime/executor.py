@@ -21,9 +21,9 @@ from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
+from minigrad.autodiff.hooks import Hooks
+from minigrad.autodiff.mode import no_grad
 from minigrad.backend import Array, xp_of
-from minigrad.hooks import Hooks
-from minigrad.mode import no_grad
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import ArraySpec
 from pipeline.runtime.handshake import Handshake, agree_on_orders, training_orders

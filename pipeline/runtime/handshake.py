@@ -15,8 +15,8 @@ import numpy as np
 from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
 from minigrad import rng
+from minigrad.autodiff.mode import check_told_again
 from minigrad.backend import Array
-from minigrad.mode import check_told_again
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import SPEC_COLUMNS, ArraySpec
 from pipeline.runtime.step import Batch, Mode, StepInputs

@@ -16,8 +16,8 @@ import numpy as np
 from distributed.agreement import of_rank_0
 from distributed.comm.communicator import Communicator
 from minigrad import rng
+from minigrad.autodiff.backprop import backward_with_grad
 from minigrad.backend import Array, synchronize, xp_of
-from minigrad.backprop import backward_with_grad
 from minigrad.nn import LayerFactory, ParamGetter
 from minigrad.nn.module import SkipLayer
 from minigrad.tensor import Tensor

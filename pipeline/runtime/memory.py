@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from minigrad import rng
+from minigrad.autodiff.hooks import Hooks
 from minigrad.backend import Array
-from minigrad.hooks import Hooks
 from minigrad.nn import LayerFactory, ParamGetter
 from minigrad.optim import Optimizer
+from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
-from minigrad.update_rules import Rule
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.runtime.skips import stage_skips

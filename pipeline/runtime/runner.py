@@ -11,9 +11,9 @@ from typing import Any
 from distributed.comm.communicator import Communicator
 from distributed.trace.recorder import Recorder
 from minigrad import rng
-from minigrad.backprop import to_the_end
-from minigrad.hooks import Hooks
-from minigrad.op_hooks import progressing
+from minigrad.autodiff.backprop import to_the_end
+from minigrad.autodiff.hooks import Hooks
+from minigrad.autodiff.op_hooks import progressing
 from minigrad.tensor import Tensor
 from pipeline.runtime.alongside import Alongside
 from pipeline.runtime.boundary import Bundle

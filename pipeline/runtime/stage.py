@@ -11,8 +11,7 @@ import numpy as np
 
 from distributed.agreement import agree
 from distributed.comm.communicator import Communicator
-from minigrad.backend import Array, xp_of
-from minigrad.backprop import (
+from minigrad.autodiff.backprop import (
     Steps,
     backward_input_steps,
     backward_steps,
@@ -20,8 +19,9 @@ from minigrad.backprop import (
     reached_parameters,
     to_the_end,
 )
-from minigrad.deferred import DeferredGrads
-from minigrad.hooks import Hooks
+from minigrad.autodiff.deferred import DeferredGrads
+from minigrad.autodiff.hooks import Hooks
+from minigrad.backend import Array, xp_of
 from minigrad.nn import LayerFactory, ParamGetter, Sequential
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from minigrad.autodiff.hooks import Hooks
 from minigrad.backend import Array
-from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
 from pipeline.runtime import microbatch

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from minigrad.hooks import Hooks
+from minigrad.autodiff.hooks import Hooks
 from minigrad.parameter import Parameter
 from pipeline.schedules.action import Action, Kind
 

@@ -18,8 +18,8 @@ import minigrad as mg
 from common.train_gpt_settings import TrainSettings
 from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, broadcast_params
 from distributed.data_parallel.comm_hooks import compressed
+from minigrad.autodiff.mode import Capture, capturing
 from minigrad.flat import zero_grad
-from minigrad.mode import Capture, capturing
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.nn import Module
 from minigrad.optim import SGD, AdamW, Optimizer, Rule

@@ -7,7 +7,7 @@ import minigrad as mg
 from distributed import DistributedDataParallel, SoloCommunicator
 from distributed.comm.work import CompletedWork
 from distributed.data_parallel.overlap import SeenBucket, overlap_report, why_late
-from minigrad.hooks import Hooks
+from minigrad.autodiff.hooks import Hooks
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from distributed import BucketedTrainer, Mesh, PipelineTrainer, SimpleTrainer, T
 from distributed.data_parallel import trainer as trainer_module
 from minigrad import optim
 from minigrad.models import GPT, MLP, gpt
-from minigrad.muon import Muon
+from minigrad.optim.muon import Muon
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 SIZES = gpt.GPTConfig(vocab_size=13, context=5, num_layers=4, num_heads=2, width=8)

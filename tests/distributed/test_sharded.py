@@ -14,8 +14,8 @@ from distributed import DistributedDataParallel, LocalWorld, Mesh, clip_by_globa
 from distributed.data_parallel.zero.shards import gather_shards, reduce_to_shards
 from minigrad import nn, optim, rng
 from minigrad.models import gpt
-from minigrad.muon import Muon, is_hidden_matrix
-from minigrad.param_groups import Group, Groups
+from minigrad.optim.muon import Muon, is_hidden_matrix
+from minigrad.optim.param_groups import Group, Groups
 from minigrad.precision import use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import minigrad as mg
+from minigrad.autodiff.tape import Node, collect
+from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array
-from minigrad.tape import Node, collect
-from minigrad.vjps import Vjp
 
 Log = list[tuple[str, Any]]
 

@@ -5,8 +5,8 @@ import pytest
 
 import minigrad as mg
 from minigrad import FlatBuffer
-from minigrad.muon import NEWTON_SCHULZ, Muon, is_hidden_matrix, orthogonalized
 from minigrad.optim import SGD, AdamW, Optimizer
+from minigrad.optim.muon import NEWTON_SCHULZ, Muon, is_hidden_matrix, orthogonalized
 
 
 def parameters(**shapes):

@@ -6,9 +6,9 @@ import pytest
 import minigrad as mg
 from minigrad.lr_schedule import scaled
 from minigrad.models import GPT, GPTConfig
-from minigrad.muon import Muon, is_hidden_matrix
 from minigrad.optim import SGD, AdamW, Optimizer
-from minigrad.param_groups import Group, Groups
+from minigrad.optim.muon import Muon, is_hidden_matrix
+from minigrad.optim.param_groups import Group, Groups
 
 CONFIG = GPTConfig(vocab_size=11, context=5, num_layers=2, num_heads=2, width=4)
 

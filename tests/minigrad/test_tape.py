@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import minigrad as mg
+from minigrad.autodiff.tape import collect
+from minigrad.autodiff.vjps import kept_arrays
 from minigrad.backend import Array
-from minigrad.tape import collect
-from minigrad.vjps import kept_arrays
 
 
 def leaf(*shape: int, dtype: Any = np.float64) -> mg.Tensor:

@@ -8,7 +8,7 @@ from toy_pipeline import apply, check_grads, connect, dense, gradients_in_one_pr
 
 import minigrad as mg
 from minigrad import nn
-from minigrad.mode import is_recording
+from minigrad.autodiff.mode import is_recording
 from pipeline import FORWARD_ONLY, SCHEDULES, F, draw, simulate, validate
 from pipeline.runtime.microbatch import split
 from pipeline.schedules.orders import backwards_of, forwards_of

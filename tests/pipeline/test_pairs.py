@@ -7,7 +7,7 @@ from toy_pipeline import X, Y, connect, dense, gradients_in_one_process, grads_o
 import minigrad as mg
 from distributed import LocalWorld
 from minigrad import Hooks, nn
-from minigrad.op_hooks import progressing
+from minigrad.autodiff.op_hooks import progressing
 from pipeline import BW, SCHEDULES, Action, B, F, ScheduleError, W, dump, from_text, simulate
 from pipeline.runtime.alongside import Alongside
 from pipeline.runtime.microbatch import split

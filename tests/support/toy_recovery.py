@@ -15,8 +15,8 @@ from distributed.data_parallel.compression.feedback import FeedbackHook, WithSta
 from distributed.recovery import recovering
 from minigrad import Hooks, cross_entropy, rng
 from minigrad.models import gpt
-from minigrad.muon import Muon, is_hidden_matrix
 from minigrad.optim import AdamW, Optimizer
+from minigrad.optim.muon import Muon, is_hidden_matrix
 from minigrad.precision import use_precision
 from pipeline import SCHEDULES, LocalStages, PipelineExecutor, PipelineStage
 

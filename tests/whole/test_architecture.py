@@ -52,13 +52,34 @@ KERNELS = {
         "updates",
     )
 }
+ENGINE = TENSORS | {"minigrad.autodiff"}
+TRAINED = ENGINE | {"minigrad.optim"}
 RULES = {
     # Arrays and derivatives; nothing of ranks.
     "minigrad": Rule(
-        {"numpy", "cupy", "cuda", "ml_dtypes", "msgspec", "minigrad.kernels"}, "minigrad.tape -> minigrad.ops.linalg"
+        {
+            "numpy",
+            "cupy",
+            "cuda",
+            "ml_dtypes",
+            "msgspec",
+            "minigrad.kernels",
+            "minigrad.autodiff.mode",  # what a captured step runs inside of
+            "minigrad.optim",
+            "minigrad.optim.muon",  # two addresses of before there was a room
+            "minigrad.optim.param_groups",
+        },
+        "minigrad.flat -> minigrad.autodiff.tape",
+    ),
+    "minigrad.autodiff": Rule(
+        {"numpy", "minigrad", "minigrad.kernels"}, "minigrad.autodiff.tape -> minigrad.ops.linalg"
+    ),
+    "minigrad.optim": Rule(
+        {"numpy", "minigrad", "minigrad.kernels"}, "minigrad.optim.optimizer -> minigrad.autodiff.tape"
     ),
     "minigrad.kernels": Rule(
-        {"numpy", "numba", "llvmlite", "minigrad.backend", *KERNELS}, "minigrad.kernels.scalars -> minigrad.tape"
+        {"numpy", "numba", "llvmlite", "minigrad.backend", *KERNELS},
+        "minigrad.kernels.scalars -> minigrad.tensor",
     ),
     # A family of kernels knows no other, but for products.
     **{
@@ -68,12 +89,12 @@ RULES = {
         )
         for family in sorted(KERNELS)  # tests have these names, and every worker wants them in the same order
     },
-    "minigrad.ops": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.ops.nn -> minigrad.nn.layers"),
-    "minigrad.nn": Rule(TENSORS | {"minigrad.ops"}, "minigrad.nn.layers -> minigrad.models.gpt"),
+    "minigrad.ops": Rule(ENGINE | {"minigrad.kernels"}, "minigrad.ops.nn -> minigrad.nn.layers"),
+    "minigrad.nn": Rule(ENGINE | {"minigrad.ops"}, "minigrad.nn.layers -> minigrad.models.gpt"),
     "minigrad.models": Rule(
-        TENSORS | {"minigrad.ops", "minigrad.nn", "safetensors", "msgspec"}, "minigrad.models.gpt -> distributed.stop"
+        ENGINE | {"minigrad.ops", "minigrad.nn", "safetensors", "msgspec"}, "minigrad.models.gpt -> distributed.stop"
     ),
-    "minigrad.profiling": Rule(TENSORS | {"minigrad.kernels"}, "minigrad.profiling.calls -> minigrad.ops.linalg"),
+    "minigrad.profiling": Rule(ENGINE | {"minigrad.kernels"}, "minigrad.profiling.calls -> minigrad.ops.linalg"),
     "minigrad.generate": Rule(EVERYTHING, "minigrad.generate.__main__ -> torch"),  # an application, see below
     # Ranks. Tensors and layers are known where parameters are, ops nowhere.
     "distributed.comm": Rule(
@@ -93,44 +114,46 @@ RULES = {
         {"numpy", "mpi4py", "minigrad.backend", "distributed.comm"}, "distributed.comm.mpi.reduction -> minigrad.tensor"
     ),
     "distributed": Rule(
-        {"numpy", "minigrad", "minigrad.nn", "distributed.comm", "distributed.data"},
+        {"numpy", "minigrad", "minigrad.nn", "minigrad.optim", "distributed.comm", "distributed.data"},
         "distributed.stop -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel": Rule(
-        RANKS | TENSORS | BUCKETS | {"minigrad.nn", "distributed.trace"},
+        RANKS | TRAINED | BUCKETS | {"minigrad.nn", "distributed.trace"},
         "distributed.data_parallel.ddp -> minigrad.ops.linalg",
     ),
     "distributed.data_parallel.buckets": Rule(
-        RANKS | TENSORS | {"distributed.trace", "distributed.data_parallel.comm_hooks"},
+        RANKS | TRAINED | {"distributed.trace", "distributed.data_parallel.comm_hooks"},
         "distributed.data_parallel.buckets.manager -> distributed.data_parallel.zero.shards",
     ),
     "distributed.data_parallel.zero": Rule(
-        RANKS | TENSORS | {"distributed.data_parallel.buckets", "distributed.data_parallel.comm_hooks"},
+        RANKS | TRAINED | {"distributed.data_parallel.buckets", "distributed.data_parallel.comm_hooks"},
         "distributed.data_parallel.zero.shards -> distributed.data_parallel.ddp",
     ),
     "distributed.data_parallel.compression": Rule(
-        RANKS | TENSORS | {"minigrad.nn", "minigrad.kernels", "distributed.data_parallel.buckets", "ml_dtypes"},
+        RANKS | TRAINED | {"minigrad.nn", "minigrad.kernels", "distributed.data_parallel.buckets", "ml_dtypes"},
         "distributed.data_parallel.compression.feedback -> distributed.data_parallel.local_steps",
     ),
     "distributed.checkpoint": Rule(
-        RANKS | TENSORS | {"minigrad.nn", "safetensors", "msgspec"},
+        RANKS | TRAINED | {"minigrad.nn", "safetensors", "msgspec"},
         "distributed.checkpoint.files -> minigrad.ops.linalg",
     ),
     "distributed.recovery": Rule(
-        RANKS | TENSORS | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
+        RANKS | TRAINED | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
     ),
     "distributed.data": Rule(
         {"numpy", "tokenizers", "minigrad.backend", "minigrad.extras", "minigrad.files"},
         "distributed.data.batches -> distributed.comm.world",
     ),
-    "distributed.trace": Rule(RANKS | {"minigrad.hooks"}, "distributed.trace.recorder -> pipeline.schedules.action"),
+    "distributed.trace": Rule(
+        RANKS | {"minigrad.autodiff.hooks"}, "distributed.trace.recorder -> pipeline.schedules.action"
+    ),
     # Stages and micro-batches. Schedules are plain Python, at run time too.
     "pipeline.schedules": Rule({"pipeline.schedules.drawing"}, "pipeline.schedules.simulate -> numpy"),
     "pipeline.schedules.drawing": Rule(
         {"pipeline.schedules", "matplotlib"}, "pipeline.schedules.drawing.text -> numpy"
     ),
     "pipeline.runtime": Rule(
-        RANKS | TENSORS | {"minigrad.nn", "distributed.trace", "pipeline.schedules"},
+        RANKS | TRAINED | {"minigrad.nn", "distributed.trace", "pipeline.schedules"},
         "pipeline.runtime.stage -> distributed.data_parallel.ddp",
     ),
     # Applications, which put the packages together as a user does.
@@ -258,7 +281,7 @@ def test_every_rule_is_of_a_room_that_there_is() -> None:
 def test_how_imports_are_read(source: str, found: str, tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(source)
-    assert [fault.partition(": ")[2] for fault in faults("minigrad.tape", path, MODULES)] == [found] * bool(found)
+    assert [fault.partition(": ")[2] for fault in faults("minigrad.flat", path, MODULES)] == [found] * bool(found)
 
 
 @pytest.mark.parametrize(("library", "door"), SOLE_IMPORTER.items())

@@ -15,7 +15,7 @@ import distributed.data
 import minigrad as mg
 import minigrad.cuda_graph
 from minigrad import nn, optim
-from minigrad.param_groups import Group, Groups
+from minigrad.optim.param_groups import Group, Groups
 
 PAGE = (ROOT / "docs" / "from-pytorch.md").read_text()
 EVERYWHERE = {"mg", "np", "nn", "optim", "x", "y"}  # words that say nothing about the way

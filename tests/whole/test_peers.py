@@ -18,9 +18,9 @@ import minigrad as mg
 from minigrad import ops
 from minigrad.lr_schedule import scaled
 from minigrad.models import GPT, GPTConfig
-from minigrad.muon import Muon
 from minigrad.optim import SGD, AdamW, Optimizer
-from minigrad.param_groups import Group, Groups
+from minigrad.optim.muon import Muon
+from minigrad.optim.param_groups import Group, Groups
 
 pytestmark = pytest.mark.peers
 

@@ -27,8 +27,8 @@ from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOp
 from distributed.data_parallel.buckets.manager import THE_VERDICT, GradientBucketManager
 from minigrad.flat import TensorSlice
 from minigrad.optim import Optimizer, is_matrix
+from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Hold, Parameter, check_usable
-from minigrad.update_rules import Rule
 
 RESET = Hold("its bucket of the last step is still on its way; a step and the next forward, or the hooks, wait for it")
 ON_ITS_WAY = Hold(

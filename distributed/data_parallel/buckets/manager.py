@@ -30,11 +30,11 @@ from distributed.data_parallel.buckets.verdict import Verdict
 from distributed.data_parallel.comm_hooks import CommHook, allreduce, average
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
-from minigrad.clipping import scale_to_norm
 from minigrad.flat import FlatRange
 from minigrad.optim import Optimizer, is_matrix
+from minigrad.optim.clipping import scale_to_norm
+from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Hold, Parameter, check_resettable
-from minigrad.update_rules import Rule
 
 THE_VERDICT = "which parameters the other ranks reached"  # what a rank waits for once all buckets are there
 
@@ -277,7 +277,7 @@ class GradientBucketManager:
         return {p.name: p.grad_view().copy() for p in self.params}
 
     def scale_to_norm(self, params: Iterable[Parameter], norm: float, max_norm: float) -> None:
-        """Scale some gradients as `minigrad.clipping.scale_to_norm` does."""
+        """Scale some gradients as `minigrad.optim.clipping.scale_to_norm` does."""
         scale_to_norm(params, norm, max_norm)
 
     def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:

@@ -40,11 +40,11 @@ from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.zero.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
 from minigrad.backend import xp_of
-from minigrad.clipping import clip_arrays, norm_of
 from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, slices_in
 from minigrad.optim import Optimizer, is_matrix
+from minigrad.optim.clipping import clip_arrays, norm_of
+from minigrad.optim.update_rules import Rule, divided
 from minigrad.parameter import Hold, Parameter, check_usable
-from minigrad.update_rules import Rule, divided
 
 IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
 GATHER_BYTES = 1 << 20  # of small buckets that are gathered together: a gather costs calls, and hides behind few ops

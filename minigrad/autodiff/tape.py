@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from minigrad.arguments import Places, as_array
+from minigrad.autodiff.mode import Seen, current_mode
+from minigrad.autodiff.vjps import Joint, Replay, Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.habits import check_options
-from minigrad.mode import Seen, current_mode
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor, made_by
 from minigrad.versions import Version, tick
-from minigrad.vjps import Joint, Replay, Vjp
 
 Edge = tuple[Any, Vjp]  # a parent, node or leaf, and the vjp that gives its contribution
 

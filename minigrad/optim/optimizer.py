@@ -1,52 +1,21 @@
-"""The Optimizer, which applies an update rule to a model's parameters.
-
-The rules themselves lie in `update_rules.py`, norms in `clipping.py`: a user finds them all here.
-"""
+"""The Optimizer, which applies an update rule to a model's parameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minigrad import habits
 from minigrad.backend import Array
-from minigrad.clipping import (
-    NormOver,
-    check_max_norm,
-    check_whole,
-    clip_by_global_norm,
-    clip_part,
-    grad_norm,
-    grad_square_sum,
-    scale_to_norm,
-)
 from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, grads_of, slices_in, zero_grad
+from minigrad.optim.clipping import NormOver, check_max_norm, check_whole, clip_by_global_norm, clip_part
+from minigrad.optim.update_rules import AdamW, DividingRule, LearningRate, Rule, divided
 from minigrad.parameter import Parameter, check_usable
 from minigrad.precision import LossScale
-from minigrad.update_rules import SGD, Adam, AdamW, DividingRule, LearningRate, Rule, divided
-
-if not TYPE_CHECKING:  # a type checker knows what is there
-    __getattr__ = habits.missing_name(__name__)
-
-__all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "DividingRule",
-    "LearningRate",
-    "Optimizer",
-    "Piece",
-    "Rule",
-    "clip_by_global_norm",
-    "grad_norm",
-    "grad_square_sum",
-    "is_matrix",
-    "scale_to_norm",
-]
 
 FROZEN = 2  # a kind of parameter to a whole step on a GPU; 1: with weight decay, 0: without
 

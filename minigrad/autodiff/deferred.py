@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
+from minigrad.autodiff.tape import ALREADY_WALKED, Edge, Node, leaf_uses, parameter_uses
 from minigrad.backend import Array
 from minigrad.parameter import Parameter
-from minigrad.tape import ALREADY_WALKED, Edge, Node, leaf_uses, parameter_uses
 from minigrad.versions import Version
 
 

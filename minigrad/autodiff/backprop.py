@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
+from minigrad.autodiff.deferred import DeferredGrads, side_by_side
+from minigrad.autodiff.hooks import Hooks
+from minigrad.autodiff.tape import Node, collect, leaf_uses, node_order, parameter_uses
+from minigrad.autodiff.vjps import constant
+from minigrad.autodiff.walk import walk
 from minigrad.backend import Array, xp_of
-from minigrad.deferred import DeferredGrads, side_by_side
 from minigrad.habits import own_options
-from minigrad.hooks import Hooks
 from minigrad.parameter import Parameter
-from minigrad.tape import Node, collect, leaf_uses, node_order, parameter_uses
 from minigrad.tensor import Tensor
 from minigrad.versions import Version
-from minigrad.vjps import constant
-from minigrad.walk import walk
 
 Output = Tensor | Sequence[Tensor]
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from minigrad.arguments import as_int
+from minigrad.autodiff.backprop import backward
+from minigrad.autodiff.mode import enable_grad
 from minigrad.backend import Array, xp_of
-from minigrad.backprop import backward
-from minigrad.mode import enable_grad
 from minigrad.tensor import Tensor
 
 

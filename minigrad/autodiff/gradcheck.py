@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.autodiff.backprop import backward_with_grad
 from minigrad.backend import Array, xp_of
-from minigrad.backprop import backward_with_grad
 from minigrad.tensor import Tensor
 
 

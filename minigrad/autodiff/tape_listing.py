@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from minigrad.tape import collect
+from minigrad.autodiff.tape import collect
+from minigrad.autodiff.vjps import kept_arrays
 from minigrad.tensor import Tensor
-from minigrad.vjps import kept_arrays
 
 
 @dataclass(frozen=True)

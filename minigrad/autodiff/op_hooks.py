@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from minigrad.autodiff.mode import OpHook, current_hook, hooked_by
+from minigrad.autodiff.tape import Node
 from minigrad.backend import Array
-from minigrad.mode import OpHook, current_hook, hooked_by
-from minigrad.tape import Node
 
 
 class ModulePath:

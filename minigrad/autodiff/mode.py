@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from minigrad.backend import Array
 
 if TYPE_CHECKING:
-    from minigrad.tape import Node
+    from minigrad.autodiff.tape import Node
 
 
 class OpHook(Protocol):

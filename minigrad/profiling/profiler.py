@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from minigrad.autodiff.mode import Seen, hooked_by
+from minigrad.autodiff.op_hooks import ModulePath
+from minigrad.autodiff.tape import Node
 from minigrad.backend import Array, synchronize
-from minigrad.mode import Seen, hooked_by
-from minigrad.op_hooks import ModulePath
-from minigrad.tape import Node
 
 
 @dataclass

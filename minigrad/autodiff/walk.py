@@ -12,17 +12,17 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+from minigrad.autodiff.deferred import DeferredGrads, defer_weights
+from minigrad.autodiff.hooks import Hooks
+from minigrad.autodiff.mode import OpHook, current_mode, enable_grad
+from minigrad.autodiff.op_hooks import progressing
+from minigrad.autodiff.tape import ALREADY_WALKED, Edge, Node, collect, leaf_uses, node_order, parameter_uses
+from minigrad.autodiff.vjps import AddingVjp, Replay, WeightVjp, constant, kept_arrays
 from minigrad.backend import Array
-from minigrad.deferred import DeferredGrads, defer_weights
-from minigrad.hooks import Hooks
 from minigrad.kernels import kernels_of
-from minigrad.mode import OpHook, current_mode, enable_grad
-from minigrad.op_hooks import progressing
 from minigrad.parameter import Parameter
-from minigrad.tape import ALREADY_WALKED, Edge, Node, collect, leaf_uses, node_order, parameter_uses
 from minigrad.tensor import Tensor
 from minigrad.versions import Version
-from minigrad.vjps import AddingVjp, Replay, WeightVjp, constant, kept_arrays
 
 
 def walk(

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 from minigrad import rng
-from minigrad.mode import replaying
+from minigrad.autodiff.mode import replaying
+from minigrad.autodiff.tape import Node, collect
+from minigrad.autodiff.vjps import Replay
 from minigrad.parameter import Parameter
-from minigrad.tape import Node, collect
 from minigrad.tensor import Tensor, made_by
 from minigrad.versions import tick
-from minigrad.vjps import Replay
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:

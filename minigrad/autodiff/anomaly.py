@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from minigrad.autodiff.mode import Seen, hooked_by
+from minigrad.autodiff.op_hooks import ModulePath
+from minigrad.autodiff.tape import Node
 from minigrad.backend import Array, xp_of
-from minigrad.mode import Seen, hooked_by
-from minigrad.op_hooks import ModulePath
-from minigrad.tape import Node
 
 
 class _FirstAnomaly:
