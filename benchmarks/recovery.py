@@ -1,12 +1,14 @@
 """Measure what surviving costs: a step where nobody dies, and the time from a kill until training goes on.
 
     make bench-recovery
-    python benchmarks/recovery.py --log FILE --part costs       in parts of two minutes: adds what is measured to FILE,
-    python benchmarks/recovery.py --log FILE --part kills       and reports all that is in it
+    python benchmarks/recovery.py --log FILE --part vote        in parts of two minutes: adds what is measured to FILE,
+    python benchmarks/recovery.py --log FILE --part copies      and reports all that is in it; --part kills too
 
 All on two replicas of the GPT that `examples/train_gpt.py` trains by default. What surviving costs is measured within
-one job: a plain loop and loops of `recovering` take blocks of steps in turn, so that they meet the same clock and the
-same neighbours. In jobs with a kill rank 1 shoots itself in the middle of a backward; the kinds of jobs alternate.
+one job: a plain loop and a loop of `recovering` take steps in turn, blocks of them where copies come now and then, so
+that they meet the same clock and the same neighbours. The vote's own time, with what `commit` does besides the
+optimizer's step, is that of the rank that came last, since the other one waits, as it would have in the next reduction.
+In jobs with a kill rank 1 shoots itself in the middle of a backward; the kinds of jobs alternate.
 """
 
 import os
@@ -39,10 +41,11 @@ from minigrad.optim import AdamW, Optimizer
 
 BATCH, CONTEXT = 24, 64
 NUM_STEPS, KILL_AT = 60, 20
-BLOCK = 10  # steps that one loop takes before another has its turn, and between two rounds of copies
-NUM_ROUNDS = {"costs": 36, "kills": 5}  # blocks of each loop; jobs of each kind
+COPY_EVERY = 10  # steps
+NUM_ROUNDS = {"vote": 400, "copies": 36, "kills": 5}  # blocks of each loop; jobs of each kind
 RESULTS = FOLDER / "recovery.txt"
-COSTS = {"ranks vote": (0, 1.01), "and copy every 10 steps": (BLOCK, 1.03)}  # -> steps between copies, target
+COSTS = {"vote": ("ranks vote", 1, 0.01), "copies": ("and copy every 10 steps", COPY_EVERY, 0.03)}  # -> block, target
+ITSELF = "the vote itself"
 KILLS = {  # -> how ranks heal, spares, target in seconds
     "replaced": ("replace", 0, 3.0),
     "a spare steps in": ("spares", 1, 0.5),
@@ -86,29 +89,51 @@ def plain_loop(comm: Communicator) -> Iterator[None]:
         yield
 
 
-def surviving_loop(comm: Communicator, buddy_every: int) -> Iterator[None]:
-    for attempt in recovering(comm, build, num_steps=sys.maxsize, buddy_every=buddy_every):
+def surviving_loop(comm: Communicator, buddy_every: int, seconds: list[float]) -> Iterator[None]:
+    """Train; note what each commit takes besides the optimizer's step."""
+    stepped = 0.0
+
+    def build_timed(comm: Communicator) -> Any:
+        training = build(comm)
+        step = training.optimizer.step
+
+        def timed() -> None:
+            nonlocal stepped
+            start = time.perf_counter()
+            step()
+            stepped = time.perf_counter() - start
+
+        training.optimizer.step = timed
+        return training
+
+    for attempt in recovering(comm, build_timed, num_steps=sys.maxsize, buddy_every=buddy_every):
         with attempt as training:
             compute(training)
+            start = time.perf_counter()
             attempt.commit()
+        seconds.append(time.perf_counter() - start - stepped)
         yield
 
 
-def be_costs(num_rounds: int) -> None:
+def be_cost(part: str, num_rounds: int) -> None:
     """Let the loops have blocks in turn; rank 0 prints the seconds of each, by loop."""
     comm = world(survive=True)
-    loops = [plain_loop(comm), *(surviving_loop(comm, every) for every, _ in COSTS.values())]
+    name, block, _ = COSTS[part]
+    own: list[float] = []
+    loops = [plain_loop(comm), surviving_loop(comm, COPY_EVERY if part == "copies" else 0, own)]
     seconds: list[list[float]] = [[] for _ in loops]
     for i in range(-1, num_rounds):
         for j in range(len(loops)):
             number = (i + j) % len(loops)
             start = time.perf_counter()
-            for _ in range(BLOCK):
+            for _ in range(block):
                 next(loops[number])
             if i >= 0:
                 seconds[number].append(time.perf_counter() - start)
+    of_last = np.min(comm.gather_objects(own), axis=0)[block:].tolist()
     if comm.rank == 0:
-        print(json.dumps(list(zip(["plain", *COSTS], seconds, strict=True))), flush=True)
+        rows = list(zip([f"plain, {part}", name], seconds, strict=True))
+        print(json.dumps([*rows, *([(ITSELF, of_last)] if part == "vote" else [])]), flush=True)
 
 
 def be_kill(name: str) -> None:
@@ -139,7 +164,7 @@ def run_job(num_ranks: int, *args: str) -> Log:
 
 
 def measure(part: str, num_rounds: int) -> Iterator[Log]:
-    if part == "costs":
+    if part in COSTS:
         yield run_job(2, "--job", part, "--rounds", str(num_rounds))
         return
     for _ in range(num_rounds):
@@ -153,20 +178,20 @@ def report(log: Log) -> list[str]:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}, "
         "float32, 2 ranks"
     ]
-    blocks = {
-        name: np.array([block for what, row in log if what == name for block in row]) for name in ("plain", *COSTS)
+    taken = {
+        name: np.array([each for what, row in log if what == name for each in row])
+        for name in {what for what, _ in log}
     }
-    plain = blocks.pop("plain") / BLOCK
-    if len(plain):
+    for part, (name, block, target) in COSTS.items():
+        if name not in taken:
+            continue
+        plain = taken[f"plain, {part}"] / block
         step = float(np.median(plain))
-        lines.append(f"where nobody dies, a step of {1e3 * step:.1f} ms; {len(plain)} blocks of {BLOCK} steps in turn")
+        lines.append(f"where nobody dies, a step of {1e3 * step:.1f} ms; {len(plain)} blocks of {block} steps in turn")
         lines.append(f"{'':<28}{'us a step':>10}{'95% interval':>18}{'share':>8}{'target':>8}")
-    for name, taken in blocks.items() if len(plain) else ():
-        middle, low, high = median_of(taken / BLOCK - plain)
-        target = COSTS[name][1] - 1
-        verdict = "met" if high <= target * step else "missed" if low > target * step else "not settled"
-        interval = f"{1e6 * low:.0f} to {1e6 * high:.0f}"
-        lines.append(f"{name:<28}{1e6 * middle:>10.0f}{interval:>18}{middle / step:>8.1%}{target:>8.0%}  {verdict}")
+        lines.append(cost_line(name, taken[name] / block - plain, step, target))
+        if part == "vote":
+            lines.append(cost_line(ITSELF, taken[ITSELF], step, target))
     rows = {name: np.array([row for what, row in log if what == name]) for name in KILLS}
     counts = {len(found) for found in rows.values()}
     if counts != {0}:
@@ -178,6 +203,14 @@ def report(log: Log) -> list[str]:
             target = KILLS[name][2]
             lines.append(f"{name:<28}{gap:>10.2f}{heal:>18.2f}{target:>8.2f}  {'met' if gap <= target else 'missed'}")
     return lines
+
+
+def cost_line(name: str, seconds: Any, step: float, target: float) -> str:
+    """Return the median of what a step of so many seconds takes more, its interval and what is said of it."""
+    middle, low, high = median_of(seconds)
+    verdict = "met" if high <= target * step else "missed" if low > target * step else "not settled"
+    interval = f"{1e6 * low:.0f} to {1e6 * high:.0f}"
+    return f"{name:<28}{1e6 * middle:>10.0f}{interval:>18}{middle / step:>8.1%}{target:>8.0%}  {verdict}"
 
 
 def median_of(values: Any) -> tuple[float, float, float]:
@@ -193,10 +226,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=f"blocks of each loop, or jobs of each kind (default: {NUM_ROUNDS})")
     parser.add_argument("--part", choices=NUM_ROUNDS, action="append", help="measure only this (default: all)")
     parser.add_argument("--log", type=Path, help="a file that what is measured is added to")
-    parser.add_argument("--job", choices=["costs", *KILLS], help="be one job of the comparison")
+    parser.add_argument("--job", choices=[*COSTS, *KILLS], help="be one job of the comparison")
     args = parser.parse_args()
-    if args.job == "costs":
-        be_costs(args.rounds)
+    if args.job in COSTS:
+        be_cost(args.job, args.rounds)
     elif args.job is not None:
         be_kill(args.job)
     else:

@@ -12,6 +12,7 @@ from distributed.comm.local import Killed
 from distributed.data import TokenBatches
 from distributed.data_parallel.comm_hooks import allreduce
 from distributed.data_parallel.compression.feedback import FeedbackHook, WithState
+from distributed.data_parallel.compression.few_bits import ErrorFeedback
 from distributed.recovery import recovering
 from minigrad import Hooks, cross_entropy, rng
 from minigrad.models import gpt
@@ -44,6 +45,7 @@ def builder(
     muon: bool = False,
     precision: str = "",
     exact: bool = False,
+    compress: str = "",
     hook: Callable[[], FeedbackHook] | None = None,
 ) -> Callable[[Communicator], Toy]:
     """Return what builds a toy for a communicator: pipelines of `pp` ranks, as many as fit; one of all ranks for 0.
@@ -58,7 +60,7 @@ def builder(
         dtype = np.float32 if precision or exact else np.float64
         stages = PipelineStage.of(gpt.layers(config), mesh.pp, SCHEDULES[schedule], seed=1, dtype=dtype)
         data = TokenBatches(TOKENS, batch_size=BATCH, context=4, seed=2, rank=mesh.dp.rank, size=mesh.dp.size)
-        comm_hook = hook() if hook is not None else None
+        comm_hook = ErrorFeedback(compress) if compress else hook() if hook is not None else None
         whole = is_hidden_matrix if muon else None
         how: dict[str, Any] = {"zero": zero, "step_early": step_early, "whole": whole}
         how["sums"] = "exact" if exact else "plain"
