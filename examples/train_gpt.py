@@ -234,7 +234,7 @@ class Training:
             self.hook.attach(self.ddp.buckets)
         self.model = self.stages if self.hook is None else WithState(self.stages, self.hook)
         self.batches = Prefetched(self._batches(tokens), settings.device)
-        self.data = JoinedState(self.batches, loss_scale=scale)
+        self.data = JoinedState(self.batches, loss_scale=scale, sent=self.hook)
 
     def _batches(self, tokens: Array) -> TokenBatches:
         return TokenBatches(

@@ -13,7 +13,7 @@ Source: Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +78,17 @@ class FeedbackHook(ABC):
         for part, kept in self._held.values():
             for buffer, new in zip(kept, self._new_memory(part, self._rank, self._size), strict=True):
                 buffer.data = new.data
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what it has counted.
+
+        What it keeps of gradients is in `buffers`.
+        """
+        return {"sent_bytes": self.sent_bytes, "plain_bytes": self.plain_bytes}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Count on from there."""
+        self.sent_bytes, self.plain_bytes = state["sent_bytes"], state["plain_bytes"]
 
     def __call__(self, grad: Array, comm: Communicator) -> Work:
         if comm.size == 1 or not grad.size:
