@@ -26,7 +26,8 @@ from minigrad.autodiff.recomputation import recompute
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.tape_listing import Tape
 from minigrad.autodiff.vjps import Joint
-from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.flat import FlatBuffer
+from minigrad.flat_range import FlatRange
 from minigrad.ops import *  # noqa: F403  # the op table's __all__
 from minigrad.ops import __all__ as _op_names
 from minigrad.parameter import Hold, Parameter

@@ -16,7 +16,7 @@ from distributed.checkpoint.plan import Held, Stored, show
 from distributed.comm.communicator import Array
 from distributed.protocols import HasMemories, HasTensors
 from minigrad.backend import beside, to_host
-from minigrad.flat import TensorSlice
+from minigrad.flat_range import TensorSlice
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter

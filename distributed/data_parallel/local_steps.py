@@ -39,7 +39,8 @@ from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.compression.feedback import FeedbackHook, allreduce_bytes
 from distributed.data_parallel.replicas import broadcast_params, check_layout
 from minigrad.autodiff.hooks import Hooks
-from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.flat import FlatBuffer
+from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
 from minigrad.optim.update_rules import LearningRate, Rule

@@ -9,7 +9,7 @@ import numpy as np
 from distributed.agreement import same_on_all
 from distributed.comm.communicator import Array, Communicator
 from minigrad.backend import is_half, widened, xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.protocols import HasMemories, HasState, HasTensors
 from minigrad.backend import beside, xp_of
-from minigrad.flat import TensorSlice
+from minigrad.flat_range import TensorSlice
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from minigrad.backend import Array, widened, xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.optim.update_rules import AdamW, DividingRule, LearningRate, Rule, TakesALearningRate
 from minigrad.parameter import Parameter
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from minigrad import habits
 from minigrad.backend import Array
-from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, grads_of, slices_in, zero_grad
+from minigrad.flat import FlatBuffer, grads_of, zero_grad
+from minigrad.flat_range import FlatRange, TensorSlice, slices_in
 from minigrad.optim.clipping import NormOver, check_max_norm, check_whole, clip_by_global_norm, clip_part
 from minigrad.optim.update_rules import AdamW, DividingRule, LearningRate, Rule, divided
 from minigrad.parameter import Parameter, check_usable

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.optim.update_rules import DividingRule, LearningRate, Rule
 from minigrad.parameter import Parameter
 

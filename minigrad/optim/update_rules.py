@@ -15,7 +15,7 @@ import numpy as np
 
 from minigrad import habits
 from minigrad.backend import Array, widened, xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.kernels import kernels_of, kernels_of_runs
 from minigrad.parameter import Parameter
 from minigrad.precision import LossScale

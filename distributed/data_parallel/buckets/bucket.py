@@ -17,7 +17,7 @@ from typing import TypedDict
 from distributed.comm.communicator import Work
 from distributed.data_parallel.comm_hooks import CommHook
 from distributed.trace.recorder import Recorder
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.parameter import Hold, Parameter
 
 UNREDUCED = Hold(

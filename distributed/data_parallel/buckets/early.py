@@ -25,7 +25,7 @@ from distributed.comm.communicator import Communicator
 from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_values
 from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions
 from distributed.data_parallel.buckets.manager import THE_VERDICT, GradientBucketManager
-from minigrad.flat import TensorSlice
+from minigrad.flat_range import TensorSlice
 from minigrad.optim import Optimizer, is_matrix
 from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Hold, Parameter, check_usable

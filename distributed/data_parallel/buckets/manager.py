@@ -30,7 +30,7 @@ from distributed.data_parallel.buckets.verdict import Verdict
 from distributed.data_parallel.comm_hooks import CommHook, allreduce, average
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.optim import Optimizer, is_matrix
 from minigrad.optim.clipping import scale_to_norm
 from minigrad.optim.update_rules import Rule

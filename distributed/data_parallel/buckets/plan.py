@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minigrad.flat import FlatBuffer, FlatRange
+from minigrad.flat import FlatBuffer
+from minigrad.flat_range import FlatRange
 from minigrad.parameter import Parameter
 
 MOST_BUCKET_BYTES = 25 << 20  # where nobody has asked for another size

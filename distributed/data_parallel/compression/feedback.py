@@ -23,7 +23,7 @@ from distributed.comm.sequence import MessageSteps, SequenceWork, Turn
 from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.protocols import HasTensors, Packs
 from minigrad.backend import xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
 

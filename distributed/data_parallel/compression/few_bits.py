@@ -27,7 +27,7 @@ from distributed.comm.sequence import MessageSteps, Turn
 from distributed.data_parallel.compression.feedback import FeedbackHook, own_buffer
 from distributed.data_parallel.compression.number_formats import number_format, room_for
 from minigrad.backend import xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
 
 

@@ -18,7 +18,7 @@ from distributed.comm.communicator import Array, Communicator
 from distributed.comm.sequence import MessageSteps, Turn
 from distributed.data_parallel.compression.feedback import FeedbackHook, own_buffer
 from minigrad.backend import xp_of
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
 
 

@@ -40,7 +40,8 @@ from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.zero.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
 from minigrad.backend import xp_of
-from minigrad.flat import FlatBuffer, FlatRange, TensorSlice, slices_in
+from minigrad.flat import FlatBuffer
+from minigrad.flat_range import FlatRange, TensorSlice, slices_in
 from minigrad.optim import Optimizer, is_matrix
 from minigrad.optim.clipping import clip_arrays, norm_of
 from minigrad.optim.update_rules import Rule, divided

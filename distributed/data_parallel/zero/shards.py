@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.work import JoinedWork
-from minigrad.flat import FlatRange
+from minigrad.flat_range import FlatRange
 from minigrad.parameter import Parameter
 
 
