@@ -90,7 +90,7 @@ def world(
             f"alone in {comm.library}, which mpi4py loads"
         )
     if gpus:
-        from distributed.comm.nccl import with_nccl
+        from distributed.comm.nccl.communicator import with_nccl
 
         return with_nccl(comm)
     return comm

@@ -104,11 +104,16 @@ RULES = {
             "minigrad.kernels",
             "distributed.comm.mpi.communicator",  # what `world` starts
             "distributed.comm.mpi.lifetime",
+            "distributed.comm.nccl.communicator",
         },
         "distributed.comm.calls -> distributed.comm.mpi.progress",
     ),
     "distributed.comm.local": Rule(
         {"numpy", "distributed.comm"}, "distributed.comm.local.job -> distributed.comm.mpi.progress"
+    ),
+    "distributed.comm.nccl": Rule(
+        {"numpy", "minigrad.backend", "distributed.comm"},
+        "distributed.comm.nccl.messages -> distributed.comm.mpi.progress",
     ),
     "distributed.comm.mpi": Rule(
         {"numpy", "mpi4py", "minigrad.backend", "distributed.comm"}, "distributed.comm.mpi.reduction -> minigrad.tensor"

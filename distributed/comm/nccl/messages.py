@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.side_stream import SideStream
+from distributed.comm.nccl.side_stream import SideStream
 from distributed.comm.transfer import as_bytes, message_size_error
 from distributed.comm.work import Array, Work
 from minigrad.backend import address, to_host, xp_of

@@ -3,7 +3,7 @@
 No host waits: an operation begins on a stream of its own when the current stream has come to where it was called, and
 `wait()` lets the current stream go on when it is done (`side_stream.py`). So buckets travel while the backward
 computes, and all of it can be captured in a CUDA graph. Host arrays and objects go through the communicator that this
-one is made of, and so do messages between ranks that nobody has connected: see `nccl_messages.py`.
+one is made of, and so do messages between ranks that nobody has connected: see `messages.py`.
 
 A maximum of floats is one of integers in their order, where nan is on top: NCCL's own would let a number win.
 
@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.nccl_messages import NCCLMessages, new_nccl
+from distributed.comm.nccl.messages import NCCLMessages, new_nccl
+from distributed.comm.nccl.side_stream import SideStream
 from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
-from distributed.comm.side_stream import SideStream
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array, Work
 from minigrad.backend import address, cupy, gpu_bus_id, is_half, nccl_module, widened, xp_of
