@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 Placement = Callable[[int, int], int]
 """`rank_of(stage, num_ranks)`: the rank that owns a stage."""
@@ -55,8 +55,7 @@ class Kind(Enum):
     __hash__ = object.__hash__  # a member is equal to itself alone; Enum's own, in Python, is a third of an Action's
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Action:
+class Action(NamedTuple):
     """Kind, stage and micro-batch; prints as `2F0`, `0BW3`, `1SEND_F2`, a pair as `0F4&3BW1`.
 
     The stage is the one that acts: `1SEND_F2` and `2RECV_F2` are the two ends of one message.
@@ -137,7 +136,7 @@ class Action:
     @property
     def confirms(self) -> Action | None:
         """The send that is complete once this gradient is received; None for any other action."""
-        return replace(self, kind=Kind.SEND_F) if self.kind is Kind.RECV_B else None
+        return self._replace(kind=Kind.SEND_F) if self.kind is Kind.RECV_B else None
 
     @property
     def before(self) -> tuple[Action, ...]:
@@ -187,7 +186,17 @@ class Action:
         """
         if not self.kind.is_compute:
             raise ValueError(f"an order holds compute actions only (F, B, W, BW, F&B), got {self}")
-        return [*self.before, *(arrival.carries for arrival in self.arrivals(num_stages, skips))]
+        stage, i = self.stage, self.microbatch
+        match self.kind:
+            case Kind.F:
+                before = [F(stage - 1, i)] if stage > 0 else []
+                return [*before, *(F(giver, i) for giver in _givers(stage, skips))]
+            case Kind.B | Kind.BW:
+                after = [B(stage + 1, i)] if stage + 1 < num_stages else []
+                return [F(stage, i), *after, *(B(taker, i) for taker in _takers(stage, skips))]
+            case Kind.W:
+                return [B(stage, i)]
+        return [need for single in self.singles for need in single.needs(num_stages, skips)]
 
 
 _PARTNER = {  # and the step to its stage
@@ -201,12 +210,12 @@ _PARTNER = {  # and the step to its stage
 _BY_LETTERS = [kind.name for kind in Kind if kind is not Kind.PAIR]
 
 
-def _givers(stage: int, skips: Skips) -> list[int]:
-    return sorted(giver for giver, taker in skips if taker == stage)
+def _givers(stage: int, skips: Skips) -> Sequence[int]:
+    return sorted(giver for giver, taker in skips if taker == stage) if skips else ()
 
 
-def _takers(stage: int, skips: Skips) -> list[int]:
-    return sorted(taker for giver, taker in skips if giver == stage)
+def _takers(stage: int, skips: Skips) -> Sequence[int]:
+    return sorted(taker for giver, taker in skips if giver == stage) if skips else ()
 
 
 def check_skips(skips: Skips, num_stages: int) -> None:

@@ -31,6 +31,9 @@ class Collective:
 
 Step = Action | Collective
 
+_Message = tuple[int, Action]
+"""A message, by the receiving rank and the receive that takes it."""
+
 
 class _Wait(NamedTuple):
     """Where a rank is, until `lacking()`, the ranks that have not done what it waits for, is empty."""
@@ -89,23 +92,23 @@ def check_deadlock_free(
 
 @dataclass
 class _World:
-    """What has happened so far; a message goes by the receiving rank and the receive that takes it."""
+    """What has happened so far."""
 
     rank_of: Placement
     num_stages: int
     skips: Skips
     num_ranks: int
-    started: Counter[tuple[int, Action]] = field(default_factory=Counter)
-    posted: Counter[tuple[int, Action]] = field(default_factory=Counter)
-    taken: Counter[tuple[int, Action]] = field(default_factory=Counter)
+    started: Counter[_Message] = field(default_factory=Counter)
+    posted: Counter[_Message] = field(default_factory=Counter)
+    taken: Counter[_Message] = field(default_factory=Counter)
     calls: defaultdict[tuple[int, ...], defaultdict[int, list[str]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
 
     def run(self, rank: int, steps: Sequence[Step], end: int, synchronous_sends: bool) -> Iterator[_Wait]:
-        """Do the steps of one rank, and yield wherever it may have to wait. Step `end` is the first closing one."""
+        """Do the steps of one rank, and yield wherever it has to wait. Step `end` is the first closing one."""
         done: set[Action] = set()
-        sent: dict[Action, None] = {}  # in order
+        sent: dict[Action, tuple[_Message, int]] = {}  # in order; the message of each, and how many such were started
         for index, step in enumerate(steps[:end]):
             if isinstance(step, Collective):
                 yield self._call(rank, index, step)
@@ -114,22 +117,24 @@ class _World:
             elif step.kind.sends:
                 if step.carries not in done:
                     self._refuse(rank, steps, index, f"sends {step} before {step.carries} has made it")
-                sent[step] = None
-                self.started[self._message(rank, step)] += 1
+                message = self._neighbour(rank, step.partner.stage), step.partner
+                self.started[message] += 1
+                sent[step] = message, self.started[message]
                 if synchronous_sends:
-                    yield self._sent(rank, index, step)
+                    yield from self._sent(index, *sent[step])
             else:
                 for arrival in step.arrivals(self.num_stages, self.skips):
-                    if self._neighbour(rank, arrival.partner.stage) == rank:
+                    source = self._neighbour(rank, arrival.partner.stage)
+                    if source == rank:
                         continue
-                    yield from self._arrival(rank, index, arrival)
+                    yield from self._arrival(rank, index, arrival, source)
                     if arrival.confirms in sent:
-                        yield self._sent(rank, index, arrival.confirms)
+                        yield from self._sent(index, *sent[arrival.confirms])
                 done.update(step.parts)
-        for send in sent:
-            yield self._sent(rank, end, send)
+        for message, count in sent.values():
+            yield from self._sent(end, message, count)
         for index, step in enumerate(steps[:end]):
-            if isinstance(step, Action) and self.posted[rank, step] > self.taken[rank, step]:
+            if isinstance(step, Action) and step.kind.receives and self.posted[rank, step] > self.taken[rank, step]:
                 self._refuse(rank, steps, index, f"posts {step} and no action takes it")
         for index, step in enumerate(steps[end:], start=end):
             assert isinstance(step, Collective)
@@ -142,23 +147,20 @@ class _World:
         """Return the rank of a stage in the same replica."""
         return rank - rank % self.num_ranks + self.rank_of(stage, self.num_ranks)
 
-    def _message(self, rank: int, send: Action) -> tuple[int, Action]:
-        """Return what a send of this rank goes by."""
-        return self._neighbour(rank, send.partner.stage), send.partner
-
-    def _arrival(self, rank: int, index: int, receive: Action) -> Iterator[_Wait]:
+    def _arrival(self, rank: int, index: int, receive: Action, source: int) -> Iterator[_Wait]:
         """Wait until a receive is posted and its message has started."""
-        source, message = self._neighbour(rank, receive.partner.stage), (rank, receive)
+        message = rank, receive
         count = self.taken[message] + 1
-        yield _Wait(index, receive, lambda: [rank] * (self.posted[message] < count))
-        yield _Wait(index, receive.partner, lambda: [source] * (self.started[message] < count))
+        if self.posted[message] < count:
+            yield _Wait(index, receive, lambda: [rank] * (self.posted[message] < count))
+        if self.started[message] < count:
+            yield _Wait(index, receive.partner, lambda: [source] * (self.started[message] < count))
         self.taken[message] = count
 
-    def _sent(self, rank: int, index: int, send: Action) -> _Wait:
-        """Wait until a send is complete."""
-        message = self._message(rank, send)
-        count = self.started[message]
-        return _Wait(index, message[1], lambda: [message[0]] * (self.posted[message] < count))
+    def _sent(self, index: int, message: _Message, count: int) -> Iterator[_Wait]:
+        """Wait until a send is complete, the count-th of its message."""
+        if self.posted[message] < count:
+            yield _Wait(index, message[1], lambda: [message[0]] * (self.posted[message] < count))
 
     def _call(self, rank: int, index: int, collective: Collective) -> _Wait:
         """Wait until all ranks make the same call, as their n-th over these ranks."""

@@ -11,6 +11,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import product
+from operator import add
+from typing import NamedTuple
 
 from pipeline.schedules.action import Action, Kind, ScheduleError, Skips, check_skips
 from pipeline.schedules.per_stage import PerStage, each
@@ -106,21 +109,67 @@ def simulate(
         raise ValueError(f"overlap must be from 0 to 1, got {overlap}")
     if not bandwidth > 0:
         raise ValueError(f"bandwidth must be positive, got {bandwidth}")
-    times = {
-        kind: each(name, time, num_stages, "stages", positive=True)
-        for kind, name, time in (
-            (Kind.F, "forward", forward),
-            (Kind.B, "backward_input", backward_input),
-            (Kind.W, "backward_weight", backward_weight),
+    f, b, w = (
+        each(name, time, num_stages, "stages", positive=True)
+        for name, time in (
+            ("forward", forward),
+            ("backward_input", backward_input),
+            ("backward_weight", backward_weight),
         )
-    }
+    )
+    times = {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: tuple(map(add, b, w))}
     check_skips(skips, num_stages)
     sizes = each("message_bytes", message_bytes, num_stages - 1, "boundaries")
     through = each("skip_bytes", skip_bytes, len(skips), "skips")
     transfer: dict[Boundary, float] = {boundary: size / bandwidth for boundary, size in enumerate(sizes)}
     transfer |= {skip: size / bandwidth for skip, size in zip(skips, through, strict=True)}
-    clock = _Clock(orders, num_stages, times, overlap, latency, transfer, link_of, skips)
-    return Timeline(clock.run())
+    rank_of = {s.stage: rank for rank, order in enumerate(orders) for action in order for s in action.singles}
+    clock = _Clock(orders, times, overlap, latency, link_of, _Lines(num_stages, skips, transfer, rank_of))
+    rows = clock.run()
+    if sum(map(len, rows)) < sum(map(len, orders)):
+        deque(walk(orders, num_stages), maxlen=0)  # for its error
+    return Timeline(rows)
+
+
+class _Line(NamedTuple):
+    """The way of what F or B makes on one stage to an action that waits for it, on this stage or another.
+
+    Attributes:
+        dest: the rank at its end.
+        transfer: time on a link.
+        there: when it is there, by micro-batch.
+    """
+
+    dest: int
+    transfer: float
+    there: dict[int, float]
+
+
+class _Lines:
+    """All lines between the actions of stages, by kind and stage: those that end there, and those that start there."""
+
+    def __init__(
+        self, num_stages: int, skips: Skips, transfer: Mapping[Boundary, float], rank_of: Mapping[int, int]
+    ) -> None:
+        actions = list(product((Kind.F, Kind.B, Kind.W, Kind.BW), range(num_stages)))
+        self.into: dict[tuple[Kind, int], list[_Line]] = {action: [] for action in actions}
+        self.out_of: dict[tuple[Kind, int], list[_Line]] = {action: [] for action in actions}
+        for stage in range(num_stages):
+            ahead = [(stage + 1, transfer[stage])] if stage + 1 < num_stages else []
+            back = [(stage - 1, transfer[stage - 1])] if stage else []
+            ahead += [(taker, transfer[giver, taker]) for giver, taker in sorted(skips) if giver == stage]
+            back += [(giver, transfer[giver, taker]) for giver, taker in sorted(skips) if taker == stage]
+            own = rank_of.get(stage, 0)
+            ways = [(Kind.F, Kind.B, stage, 0.0), (Kind.B, Kind.W, stage, 0.0)]
+            ways += [(Kind.F, Kind.F, taker, time) for taker, time in ahead]
+            ways += [(Kind.B, Kind.B, giver, time) for giver, time in back]
+            for made, waits, other, time in ways:
+                line = _Line(rank_of.get(other, own), time, {})
+                self.out_of[made, stage].append(line)
+                self.into[waits, other].append(line)
+        for stage in range(num_stages):
+            self.into[Kind.BW, stage] = self.into[Kind.B, stage]
+            self.out_of[Kind.BW, stage] = self.out_of[Kind.B, stage]
 
 
 class _Clock:
@@ -129,88 +178,80 @@ class _Clock:
     def __init__(
         self,
         orders: Sequence[Sequence[Action]],
-        num_stages: int,
         times: Mapping[Kind, Sequence[float]],
         overlap: float,
         latency: float,
-        transfer: Mapping[Boundary, float],
         link_of: LinkOf | None,
-        skips: Skips,
+        lines: _Lines,
     ) -> None:
         self._orders = orders
-        self._num_stages = num_stages
         self._times = times
         self._overlap = overlap
         self._latency = latency
-        self._transfer = transfer  # time on a link, by boundary or skip
-        self._skips = skips
         self._link_of = link_of
-        self._rank_of = {s.stage: rank for rank, order in enumerate(orders) for action in order for s in action.singles}
+        self._lines = lines
         self._rows: list[list[Timed]] = [[] for _ in orders]
-        self._there: dict[tuple[int, Action], float] = {}  # when a rank has done a part, or has a message
         self._link_free: dict[Hashable, float] = {}
         self._ends: list[tuple[float, int]] = []  # of actions under way, with their ranks
 
     def run(self) -> list[list[Timed]]:
-        """Return what every rank did when."""
-        for rank in range(len(self._orders)):
-            self._start(rank)
+        """Return what every rank did when, until no rank can go on."""
+        is_free = [not self._start(rank) for rank in range(len(self._orders))]
         while self._ends:
             _, rank = heappop(self._ends)
-            for other in {rank, *self._finish(rank)}:
-                if not self._rows[other] or (other, self._rows[other][-1].action.parts[0]) in self._there:
-                    self._start(other)
-        if sum(map(len, self._rows)) < sum(map(len, self._orders)):
-            deque(walk(self._orders, self._num_stages), maxlen=0)  # for its error
+            is_free[rank] = True
+            for other in (rank, *self._finish(rank)):
+                if is_free[other] and self._start(other):
+                    is_free[other] = False
         return self._rows
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int) -> bool:
         """Start a free rank's next action, if it is known when its inputs are there."""
         row, order = self._rows[rank], self._orders[rank]
         if len(row) == len(order):
-            return
+            return False
         action = order[len(row)]
-        since = [self._there.get((rank, need)) for need in self._inputs(rank, action)]
-        if None in since:
-            return
-        start = max([row[-1].end if row else 0.0, *(time for time in since if time is not None)])
+        start = row[-1].end if row else 0.0
+        into = self._lines.into
+        for kind, stage, i, _, _ in action.singles:
+            for line in into[kind, stage]:
+                there = line.there.get(i)
+                if there is None:
+                    return False
+                if there > start:
+                    start = there
         end = start + self._time(action)
         if not start < end < math.inf:
             raise ValueError(f"the times differ by more than numbers can tell: {action} from {start:g} to {end:g}")
         row.append(Timed(action, start, end))
         heappush(self._ends, (end, rank))
+        return True
 
     def _time(self, action: Action) -> float:
         """Return how long an action takes."""
-        times = [sum(self._times[part.kind][part.stage] for part in single.parts) for single in action.singles]
-        return sum(times) - (self._overlap * min(times) if action.kind is Kind.PAIR else 0.0)
-
-    def _inputs(self, rank: int, action: Action) -> list[Action]:
-        """Return what an action waits for: parts on its own rank, and messages from others."""
-        arrivals = action.arrivals(self._num_stages, self._skips)
-        is_here = [self._rank_of.get(arrival.partner.stage) == rank for arrival in arrivals]
-        return [*action.before, *(a.carries if here else a for a, here in zip(arrivals, is_here, strict=True))]
+        if action.beside is None:
+            return self._times[action.kind][action.stage]
+        both = [self._times[single.kind][single.stage] for single in action.singles]
+        return sum(both) - self._overlap * min(both)
 
     def _finish(self, rank: int) -> list[int]:
         """Note that a rank's last action has ended; return the other ranks that get its results."""
         action, _, end = self._rows[rank][-1]
-        for part in action.parts:
-            self._there[rank, part] = end
         dests = []
-        for departure in action.departures(self._num_stages, self._skips):
-            dest = self._rank_of.get(departure.partner.stage, rank)
-            if dest != rank:
-                self._there[dest, departure.partner] = self._arrival(departure, rank, dest, end)
-                dests.append(dest)
+        for kind, stage, i, _, _ in action.singles:
+            for line in self._lines.out_of[kind, stage]:
+                if line.dest == rank:
+                    line.there[i] = end
+                else:
+                    line.there[i] = self._arrival(rank, line, end)
+                    dests.append(line.dest)
         return dests
 
-    def _arrival(self, departure: Action, rank: int, dest: int, made: float) -> float:
+    def _arrival(self, rank: int, line: _Line, made: float) -> float:
         """Return when a message is there whose data was made at a time."""
-        first, last = sorted((departure.stage, departure.partner.stage))
-        transfer = self._transfer[first if departure.other is None else (first, last)]
-        link = None if self._link_of is None else self._link_of(rank, dest)
+        link = None if self._link_of is None else self._link_of(rank, line.dest)
         if link is None:
-            return made + (self._latency + transfer)
+            return made + (self._latency + line.transfer)
         begin = max(made, self._link_free.get(link, 0.0))
-        self._link_free[link] = begin + transfer
-        return begin + (self._latency + transfer)
+        self._link_free[link] = begin + line.transfer
+        return begin + (self._latency + line.transfer)

@@ -7,7 +7,7 @@ This is about the order of compute alone; whether messages can block each other 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from pipeline.schedules.action import Action, Kind, Placement, ScheduleError
 from pipeline.schedules.drawing.text import draw_order
@@ -55,34 +55,44 @@ def _check_cells(
     orders: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int, rank_of: Placement
 ) -> dict[Action, tuple[int, int]]:
     """Check each cell against the cells before it; return where each part is done."""
+    owners = [rank_of(stage, len(orders)) for stage in range(num_stages)]
     done: dict[Action, tuple[int, int]] = {}
     for rank, order in enumerate(orders):
         for index, action in enumerate(order):
             cell = (rank, index)
-            found = f"got {action} on rank {rank}"
             if not action.kind.is_compute:
-                raise ScheduleError(f"an order holds compute actions only (F, B, W, BW, F&B), {found}", [cell])
+                raise ScheduleError(
+                    f"an order holds compute actions only (F, B, W, BW, F&B), {_got(action, rank)}", [cell]
+                )
             for single in action.singles:
                 if not 0 <= single.stage < num_stages:
-                    raise ScheduleError(f"stages are numbered 0 to {num_stages - 1}, {found}", [cell])
+                    raise ScheduleError(f"stages are numbered 0 to {num_stages - 1}, {_got(action, rank)}", [cell])
                 if not 0 <= single.microbatch < num_microbatches:
-                    raise ScheduleError(f"micro-batches are numbered 0 to {num_microbatches - 1}, {found}", [cell])
-                owner = rank_of(single.stage, len(orders))
-                if owner != rank:
-                    raise ScheduleError(f"stage {single.stage} belongs to rank {owner}, {found}", [cell])
+                    most = num_microbatches - 1
+                    raise ScheduleError(f"micro-batches are numbered 0 to {most}, {_got(action, rank)}", [cell])
+                if owners[single.stage] != rank:
+                    owner = owners[single.stage]
+                    raise ScheduleError(f"stage {single.stage} belongs to rank {owner}, {_got(action, rank)}", [cell])
             for part in action.parts:
                 if part in done:
                     raise ScheduleError(
-                        f"a stage runs {part.kind.value} of a micro-batch once, {found} after {part} was done",
+                        f"a stage runs {part.kind.value} of a micro-batch once, {_got(action, rank)} after {part} was "
+                        "done",
                         [done[part], cell],
                     )
             for need in action.before:
                 if need not in done:
                     raise ScheduleError(
-                        f"F comes before B before W of a micro-batch, {found} with no {need} before it", [cell]
+                        f"F comes before B before W of a micro-batch, {_got(action, rank)} with no {need} before it",
+                        [cell],
                     )
-            done.update(dict.fromkeys(action.parts, cell))
+            for part in action.parts:
+                done[part] = cell
     return done
+
+
+def _got(action: Action, rank: int) -> str:
+    return f"got {action} on rank {rank}"
 
 
 def _check_forward_only(orders: Sequence[Sequence[Action]]) -> None:
@@ -98,8 +108,10 @@ def _check_complete(
     num_stages: int,
     num_microbatches: int,
     rank_of: Placement,
-    kinds: Iterable[Kind],
+    kinds: Collection[Kind],
 ) -> None:
+    if len(done) == num_stages * num_microbatches * len(kinds):  # each of them once: `_check_cells`
+        return
     # One after the other: a slip of the finger in a number must not make a list of all that is missing.
     for stage, microbatch, kind in (
         (s, i, k) for s in range(num_stages) for i in range(num_microbatches) for k in kinds

@@ -267,7 +267,7 @@ def test_a_large_program_is_proved_in_few_looks(monkeypatch):
     monkeypatch.setattr(deadlock, "_Wait", Counted)
     check_deadlock_free(programs, rank_of=round_robin, num_stages=16)
     num_steps = sum(map(len, programs))
-    assert num_steps < looks < 3 * num_steps
+    assert 0 < looks < num_steps
 
 
 # Whether the proof tells the truth about MPI: the same programs over real synchronous sends.

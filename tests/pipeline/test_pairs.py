@@ -45,7 +45,7 @@ def test_it_does_and_waits_for_what_both_do():
     assert PAIR.singles == (F(0, 4), BW(3, 1))
     assert PAIR.parts == (F(0, 4), B(3, 1), W(3, 1))
     inner = pair(F(1, 4), BW(2, 1))
-    assert inner.needs(4) == [F(2, 1), F(0, 4), B(3, 1)]
+    assert inner.needs(4) == [F(0, 4), F(2, 1), B(3, 1)]
     assert [*map(str, inner.arrivals(4))] == ["1RECV_F4", "2RECV_B1"]
     assert [*map(str, inner.departures(4))] == ["1SEND_F4", "2SEND_B1"]
 
