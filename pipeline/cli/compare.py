@@ -10,7 +10,8 @@ from pipeline.cli import flags
 from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import BOUNDARIES, MICROBATCHES, RANKS, add_microbatches
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
-from pipeline.schedules.compare import Result, Work, at_size, measure, peaks_of, timeline_of, to_csv, to_json
+from pipeline.schedules.action import check_skips
+from pipeline.schedules.compare import Result, Work, at_size, peaks_of, result_of, timeline_of, to_csv, to_json
 from pipeline.schedules.drawing.svg import stacked, svg
 
 HELP = "compare schedules in one table"
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         try:
             schedule = at_size(candidate, *sizes, work)
             flags.orders_of(schedule, *sizes)
+            check_skips(work.skips, schedule.num_stages(arguments.ranks))
             if work.measured is not None:
                 work.measured.stages_of(schedule.num_stages(arguments.ranks))  # for its error
         except ValueError as rule:  # one that does not allow these sizes says so in its row
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
         of_what = f"{BOUNDARIES} under {schedule.name}"
         flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, of_what)
         timeline = timeline_of(schedule, *sizes, work)
-        result = measure(schedule, *sizes, work)
+        result = result_of(schedule, timeline, num_microbatches, work)
         results.append(result)
         drawings.append((timeline, f"{name}: {num_stages} stages"))
         reduced = f"  {result.with_reductions:15.6g}  {result.hidden:6.4f}" if work.gradient_bytes else ""
@@ -70,7 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
             print(row, file=sys.stderr)
         return
     reduced = "  with reductions  hidden" if work.gradient_bytes else ""
-    in_microbatches = work.measured is None and (work.activations, work.deferred, work.static) == (1, 0, 0)
+    held = work.activations, work.deferred, work.static, work.skip_bytes
+    in_microbatches = work.measured is None and held == (1, 0, 0, 0)
     print(f"{arguments.ranks} ranks, {num_microbatches} micro-batches")
     print(
         f"{'':18}makespan  bubble/ideal  bubble/span  efficiency{reduced}"

@@ -56,8 +56,24 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=flags.durations, default=1.0, metavar="T", help=help_text)
     add_messages(parser)
     add_skips(parser)
+    add_skip_bytes(parser)
+
+
+def add_skip_bytes(parser: argparse.ArgumentParser) -> None:
+    """Declare what skip connections carry."""
     what = "bytes that a skip connection takes; with commas, one for each (default 0)"
-    parser.add_argument("--skip-bytes", type=flags.sizes, default=0.0, metavar="B", help=what)
+    parser.add_argument("--skip-bytes", type=flags.memories, default=0.0, metavar="B", help=what)
+
+
+def check_skip_bytes(arguments: argparse.Namespace) -> None:
+    """Check that there are as many sizes as skip connections, or one.
+
+    Raises:
+        ValueError: there are not.
+    """
+    if arguments.skip_bytes and not arguments.skips:
+        raise ValueError("--skip-bytes needs --skips")
+    flags.check_length("--skip-bytes", arguments.skip_bytes, len(arguments.skips), "skips")
 
 
 def add_skips(parser: argparse.ArgumentParser) -> None:
@@ -119,9 +135,7 @@ def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
     for option in TIMES:
         flags.check_length(f"--{option}", getattr(arguments, option.replace("-", "_")), num_stages, "stages")
     flags.check_length("--message-bytes", arguments.message_bytes, num_stages - 1, BOUNDARIES)
-    if arguments.skip_bytes and not arguments.skips:
-        raise ValueError("--skip-bytes needs --skips")
-    flags.check_length("--skip-bytes", arguments.skip_bytes, len(arguments.skips), "skips")
+    check_skip_bytes(arguments)
     timeline = simulate(
         orders,
         num_stages=num_stages,

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from pipeline.cli import flags
 from pipeline.cli.memory import add_measured, measured_of
+from pipeline.cli.schedule_flags import add_skip_bytes, add_skips, check_skip_bytes
+from pipeline.schedules.action import check_skips
 from pipeline.schedules.csv_file import dump
 from pipeline.schedules.drawing.svg import picture, svg
 from pipeline.schedules.exact import check_solvable, shortest
-from pipeline.schedules.held import Measured
+from pipeline.schedules.held import Measured, search_within, with_skips
 from pipeline.schedules.problem import Problem
-from pipeline.schedules.search import MEASURES, PLACEMENTS, search_placements
+from pipeline.schedules.search import MEASURES, PLACEMENTS, Found, search_placements
+from pipeline.schedules.timeline import Timeline
 
 HELP = "find the shortest order for given times, links and memory, and how short it could be"
 
@@ -42,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "what a rank holds in any case: weights, their gradients, optimizer state (default 0)"
     parser.add_argument("--static", type=flags.memories, default=0.0, metavar="X", help=what)
     add_measured(parser)
+    add_skips(parser)
+    add_skip_bytes(parser)
     what = "what is to be short: everything, or the longest span of a rank (default makespan)"
     parser.add_argument("--measure", choices=list(MEASURES), default="makespan", help=what)
     parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help="at most (default 10)")
@@ -65,23 +70,44 @@ def run(arguments: argparse.Namespace) -> None:
             stages = " or ".join(map(str, sorted(set(allowed.values()))))
             raise ValueError(f"numbers with commas must be one for each of {stages} stages, got {flags_given}")
     measured = measured_of(arguments, arguments.microbatches)
-    results = search_placements(
-        lambda placement: _problem(arguments, placement, given, measured),
-        names,
-        measure=arguments.measure,
-        seconds=arguments.seconds,
-        seed=arguments.seed,
-    )
+    check_skip_bytes(arguments)
+
+    def find(reserve: float) -> dict[str, Found]:
+        return search_placements(
+            lambda placement: _problem(arguments, placement, given, measured, reserve),
+            names,
+            measure=arguments.measure,
+            seconds=arguments.seconds,
+            seed=arguments.seed,
+        )
+
+    def peaks_of(placement: str, timeline: Timeline) -> list[float] | None:
+        """Return what each rank holds, where a search does not count all of it."""
+        num_chunks, rank_of = PLACEMENTS[placement]
+        skips, skip_bytes = arguments.skips, arguments.skip_bytes
+        if measured is not None:
+            num_stages = num_chunks * arguments.ranks
+            return measured.peaks(timeline, num_stages, rank_of, skips=skips, skip_bytes=skip_bytes)
+        if not skips:
+            return None
+        kept, later = (_of_stages(given[name], num_chunks) for name in ("activations", "deferred"))
+        peaks = timeline.peak_memory(kept, later, skips=skips, skip_memory=skip_bytes)
+        return [peak + held for peak, held in zip(peaks, _of_ranks(arguments.static, arguments), strict=True)]
+
+    def excess(placement: str, timeline: Timeline) -> float:
+        """Return by how much an order does not fit."""
+        peaks = peaks_of(placement, timeline) or []
+        return max((p - m for p, m in zip(peaks, _of_ranks(arguments.memory, arguments), strict=False)), default=0.0)
+
+    results = search_within(find, lambda found: next(excess(name, one.timeline) for name, one in found.items()))
     best, found = next(iter(results.items()))
-    num_chunks, _ = PLACEMENTS[best]
+    num_stages = PLACEMENTS[best][0] * arguments.ranks
     orders, timeline, exact = found.orders, found.timeline, None
     if arguments.exact is not None:
         exact = shortest(found.problem, orders, measure=arguments.measure, seconds=arguments.exact)
-        orders, timeline = exact.orders, exact.timeline
-    num_stages = num_chunks * arguments.ranks
-    peaks = None if measured is None else measured.peaks(timeline, num_stages, PLACEMENTS[best][1])
-    if peaks is not None:
-        _check_gradients_of_skips(peaks, arguments.memory)
+        if excess(best, exact.timeline) <= 1:
+            orders, timeline = exact.orders, exact.timeline
+    peaks = peaks_of(best, timeline)
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(orders), encoding="utf-8"))
     title = f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches"
@@ -108,7 +134,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(title)
     print(found.report())
     if peaks is not None:
-        print(f"bytes a rank                {' '.join(map(flags.amount, peaks))}")
+        what = "bytes a rank" if measured is not None else "with what skips hold"
+        print(f"{what:28}{' '.join(map(flags.amount, peaks))}")
     if exact is not None:
         print(exact.report())
     for name, other in results.items():
@@ -116,18 +143,8 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"placement {name:18}{other.time:.6g}")
 
 
-def _check_gradients_of_skips(peaks: list[float], memory: flags.Numbers) -> None:
-    """Check that all fits where gradients of skip connections wait too, which no search counts.
-
-    Raises:
-        ValueError: a rank needs more than it has.
-    """
-    room = memory if isinstance(memory, list) else [memory] * len(peaks)
-    over = max((peak - most for peak, most in zip(peaks, room, strict=True)), default=0.0)
-    if over > 1:
-        raise ValueError(
-            f"gradients of skip connections that wait take {flags.amount(over)} more than --memory: search with less"
-        )
+def _of_ranks(value: flags.Numbers, arguments: argparse.Namespace) -> list[float]:
+    return value if isinstance(value, list) else [value] * arguments.ranks
 
 
 def _of_stages(value: flags.Numbers, num_chunks: int) -> flags.Numbers:
@@ -136,20 +153,31 @@ def _of_stages(value: flags.Numbers, num_chunks: int) -> flags.Numbers:
 
 
 def _problem(
-    arguments: argparse.Namespace, placement: str, given: dict[str, flags.Numbers], measured: Measured | None
+    arguments: argparse.Namespace,
+    placement: str,
+    given: dict[str, flags.Numbers],
+    measured: Measured | None,
+    reserve: float,
 ) -> Problem:
+    """Return what is asked of one placement.
+
+    Args:
+        reserve: memory of each rank that is kept free.
+    """
     num_chunks, rank_of = PLACEMENTS[placement]
     num_stages = num_chunks * arguments.ranks
     always: flags.Numbers = arguments.static
+    skips, skip_bytes = arguments.skips, arguments.skip_bytes
+    check_skips(skips, num_stages)
     kept, later = (_of_stages(given[name], num_chunks) for name in ("activations", "deferred"))
     if measured is not None:
         stages = measured.stages_of(num_stages)
-        kept, later = measured.activations(num_stages), [float(s.deferred) for s in stages]
+        kept, later = measured.activations(num_stages, own=not skips), [float(s.deferred) for s in stages]
         always = measured.always(num_stages, rank_of, arguments.ranks)
-    limit, static = (v if isinstance(v, list) else [v] * arguments.ranks for v in (arguments.memory, always))
+    limit, static = _of_ranks(arguments.memory, arguments), _of_ranks(always, arguments)
     for flag, values in (("--memory", limit), ("--static", static)):
         flags.check_length(flag, values, arguments.ranks, "ranks")
-    room = [most - held for most, held in zip(limit, static, strict=True)]
+    room = [most - held - reserve for most, held in zip(limit, static, strict=True)]
     if min(room) <= 0:
         if measured is not None:
             needed = " ".join(map(flags.amount, static))
@@ -166,7 +194,7 @@ def _problem(
         backward_input=_of_stages(given["backward-input"], num_chunks),
         backward_weight=_of_stages(given["backward-weight"], num_chunks),
         latency=arguments.latency,
-        activations=kept,
+        activations=with_skips(kept, num_stages, skips, skip_bytes),
         deferred=later,
         limit=room,
     )

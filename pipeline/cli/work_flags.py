@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipeline.cli import flags
-from pipeline.cli.schedule_flags import NAMES
+from pipeline.cli.schedule_flags import NAMES, add_skip_bytes, add_skips, check_skip_bytes
 from pipeline.schedules.compare import Candidate, Work, searched
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 
@@ -57,6 +57,8 @@ def add_work(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
             what, read = f"{what}; with commas, several", read_several
         text = f"{what} (default {shown})"
         parser.add_argument(f"--{option}", type=read, default=default, metavar="X", help=text)
+    add_skips(parser)
+    add_skip_bytes(parser)
     what = f"of a {SEARCH}, at most (default 10)"
     parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help=what)
     parser.add_argument("--seed", type=int, default=0, help=f"of the random rules of a {SEARCH} (default 0)")
@@ -73,6 +75,11 @@ def candidates_of(arguments: argparse.Namespace) -> dict[str, Candidate]:
 
 
 def values_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the flags, by the names of `Work`."""
-    names = [option.replace("-", "_") for option in _FLAGS]
+    """Return the values of the flags, by the names of `Work`.
+
+    Raises:
+        ValueError: there are not as many sizes as skip connections.
+    """
+    check_skip_bytes(arguments)
+    names = [*(option.replace("-", "_") for option in _FLAGS), "skips", "skip_bytes"]
     return {name: getattr(arguments, name) for name in names}

@@ -67,7 +67,10 @@ def stage_bytes(
         halves = _through(stages, tuple(skips), x, loss_fn, rule)
     with _traced(), rng.scope(seed=0, step=2):
         whole = _whole_backwards(stages, tuple(skips), x, loss_fn)
-    return [replace(one, working=max(one.working, most)) for one, most in zip(halves, whole, strict=True)]
+    return [replace(one, backward=most) for one, most in zip(halves, whole, strict=True)]
+
+
+_Ends = tuple[int, int]
 
 
 class _Messages:
@@ -75,38 +78,45 @@ class _Messages:
 
     def __init__(self, x: Array, skips: Skips) -> None:
         self._skips = skips
-        self._forward: dict[tuple[int, int], Bundle] = {(-1, 0): Bundle((x,), (False,), False)}
-        self._backward: dict[tuple[int, int], Sequence[Any]] = {}
+        self._forward: dict[_Ends, Bundle] = {(-1, 0): Bundle((x,), (False,), False)}
+        self._backward: dict[_Ends, Sequence[Any]] = {}
 
     def inputs(self, stage: PipelineStage) -> list[Bundle]:
         """Return copies of what a stage gets.
 
-        The originals live on, so that nothing is freed in a block that was made before it.
+        The originals live on, so that nothing is freed in a block that was made before it. The first stage's is a part
+        of a batch, which is there anyway.
         """
-        return [_copy(self._forward[ends]) for ends in self._into(stage.stage_id)]
+        if stage.is_first:
+            return [self._forward[-1, 0]]
+        return [_copy(self._forward[ends]) for ends in self.into(stage)]
 
     def give(self, stage: PipelineStage, outputs: Sequence[Bundle]) -> None:
         """Keep what a stage made."""
-        self._forward.update(zip(self._out_of(stage.stage_id), outputs, strict=True))
+        self._forward.update(zip(self.out_of(stage), outputs, strict=True))
 
     def cotangents(self, stage: PipelineStage) -> list[Any]:
         """Return what comes back to a stage."""
         if stage.is_last:
             return [1.0]
-        return [g for ends in self._out_of(stage.stage_id) for g in self._backward.pop(ends)]
+        return [g for ends in self.out_of(stage) for g in self._backward.pop(ends)]
 
     def give_back(self, stage: PipelineStage, grads: Sequence[Sequence[Any]]) -> None:
         """Keep the gradients of a stage's inputs."""
-        self._backward.update(zip(self._into(stage.stage_id), grads, strict=True))
+        self._backward.update(zip(self.into(stage), grads, strict=True))
 
-    def _into(self, stage: int) -> list[tuple[int, int]]:
-        return [(stage - 1, stage), *(_apart(ends) for ends in self._skips if ends[1] == stage)]
+    def into(self, stage: PipelineStage) -> list[_Ends]:
+        """Return between which stages each message runs that a stage gets."""
+        number = stage.stage_id
+        return [(number - 1, number), *(_apart(ends) for ends in self._skips if ends[1] == number)]
 
-    def _out_of(self, stage: int) -> list[tuple[int, int]]:
-        return [(stage, stage + 1), *(_apart(ends) for ends in self._skips if ends[0] == stage)]
+    def out_of(self, stage: PipelineStage) -> list[_Ends]:
+        """Return between which stages each message runs that a stage gives."""
+        number = stage.stage_id
+        return [(number, number + 1), *(_apart(ends) for ends in self._skips if ends[0] == number)]
 
 
-def _apart(ends: tuple[int, int]) -> tuple[int, int]:
+def _apart(ends: _Ends) -> _Ends:
     """Tell a skip connection between neighbours from what they give each other anyway."""
     return -2 - ends[0], ends[1]
 
@@ -115,49 +125,76 @@ def _through(
     stages: Sequence[PipelineStage], skips: Skips, x: Array, loss_fn: Callable[[Any], Tensor], rule: Rule | None
 ) -> list[StageBytes]:
     messages = _Messages(x, skips)
-    inputs, activations, working, deferred, gifts = [], [], [], [], []
+    inputs, activations, forward = [], [], []
+    given: dict[_Ends, _Kept] = {}  # on the stage that gives
+    taken: dict[_Ends, _Kept] = {}  # on the one that takes
+
+    def look(stage: PipelineStage) -> None:
+        for kept in [taken[ends] for ends in messages.into(stage)] + [given[ends] for ends in messages.out_of(stage)]:
+            kept.look()
+
     for stage in stages:
         with _Used() as used:
             arrived = messages.inputs(stage)
             outputs, _ = stage.forward(0, arrived, finish=loss_fn if stage.is_last else None)
-            owners = [[weakref.ref(_owner(array)) for array in output.arrays] for output in outputs]
+            taken |= zip(messages.into(stage), map(_Kept, arrived), strict=True)
+            given |= zip(messages.out_of(stage), map(_Kept, outputs), strict=True)
             outputs = [_copy(output) for output in outputs]  # what others get; here they are gone once they are sent
-            inputs.append(_nbytes(arrived))
+            inputs.append(0 if stage.is_first else _nbytes(arrived))
             del arrived
         messages.give(stage, outputs)
-        gifts.append(_gifts([ends for ends in skips if ends[0] == stage.stage_id], outputs[1:], owners[1:]))
         activations.append(used.kept - _nbytes(outputs))
-        working.append(used.peak - used.kept)
-    for number in reversed(range(len(stages))):
-        stage = stages[number]
+        forward.append(used.peak)
+        look(stage)
+    found = []
+    for number, stage in reversed(list(enumerate(stages))):
         cotangents = messages.cotangents(stage)
         with _Used() as used:
-            grads = stage.backward_input(0, cotangents, Hooks())
-        deferred.append(max(0, activations[number] + used.kept - sum(g.nbytes for own in grads for g in own)))
-        working[number] = max(working[number], used.peak - max(0, used.kept))  # what stays for W is deferred, not work
+            grads = stage.backward_input(0, [_copied(g) for g in cotangents], Hooks())
         messages.give_back(stage, grads)
+        deferred = max(0, activations[number] + used.kept - sum(g.nbytes for own in grads for g in own))
         del grads
-        with _Used() as used:
+        look(stage)
+        with _Used() as used_later:
             stage.backward_weight([0], Hooks())
-        working[number] = max(working[number], used.peak)
-    return [
-        StageBytes(*_static(stage.parameters(), rule), kept, later, most, message, own)
-        for stage, kept, later, most, message, own in zip(
-            stages, activations, reversed(deferred), working, inputs, gifts, strict=True
+        found.append(
+            StageBytes(
+                *_static(stage.parameters(), rule),
+                activations[number],
+                deferred,
+                forward[number],
+                used.peak,
+                used_later.peak,
+                0,  # of a whole backward, measured apart
+                inputs[number],
+                tuple(_gift(ends[1], given[ends], taken[ends]) for ends in messages.out_of(stage) if ends in taken),
+            )
         )
-    ]
+    return found[::-1]
 
 
-def _gifts(skips: Skips, outputs: Sequence[Bundle], owners: Sequence[Sequence[weakref.ref[Any]]]) -> tuple[Gift, ...]:
-    """Return what a stage gives by its skip connections; an array that still lives is kept for its backward."""
-    return tuple(
-        Gift(
-            taker,
-            _nbytes([output]),
-            sum(array.nbytes for array, owner in zip(output.arrays, refs, strict=True) if owner() is not None),
-        )
-        for (_, taker), output, refs in zip(skips, outputs, owners, strict=True)
-    )
+class _Kept:
+    """What a stage keeps of the arrays of a bundle.
+
+    Attributes:
+        size: their bytes.
+        alive: those that still lived, at each look.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.size = _nbytes([bundle])
+        self.alive: list[int] = []
+        self._owners = [(weakref.ref(_owner(array)), array.nbytes) for array in bundle.arrays]
+
+    def look(self) -> None:
+        """Note which arrays are still there."""
+        self.alive.append(sum(nbytes for owner, nbytes in self._owners if owner() is not None))
+
+
+def _gift(taker: int, given: _Kept, taken: _Kept) -> Gift:
+    """Return a gift, looked at after F and after B on both of its stages."""
+    (kept, kept_later), (used, used_later) = given.alive, taken.alive
+    return Gift(taker, given.size, kept, used, kept_later, used_later)
 
 
 def _owner(array: Any) -> Any:
@@ -179,7 +216,7 @@ def _whole_backwards(
     for stage in reversed(stages):
         cotangents = messages.cotangents(stage)
         with _Used() as used:
-            grads = stage.backward(0, cotangents, Hooks())
+            grads = stage.backward(0, [_copied(g) for g in cotangents], Hooks())
         messages.give_back(stage, grads)
         peaks.append(used.peak)
     return peaks[::-1]
@@ -196,6 +233,11 @@ def _static(params: Sequence[Parameter], rule: Rule | None) -> tuple[int, int, i
 
 def _nbytes(bundles: Sequence[Bundle]) -> int:
     return sum(array.nbytes for bundle in bundles for array in bundle.arrays)
+
+
+def _copied(cotangent: Any) -> Any:
+    """Return a gradient as it arrives from another rank, in memory of its own; the last stage's is a number."""
+    return cotangent.copy() if isinstance(cotangent, np.ndarray) else cotangent
 
 
 def _copy(bundle: Bundle) -> Bundle:

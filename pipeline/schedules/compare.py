@@ -11,9 +11,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import product
 
-from pipeline.schedules.held import Measured
+from pipeline.schedules.action import Skips, check_skips
+from pipeline.schedules.held import Measured, search_within, with_skips
 from pipeline.schedules.per_stage import PerStage
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.reductions import Reductions, end_of_step, hidden_share, reduce_beside
@@ -38,6 +40,9 @@ class Work:
         deferred: memory of it from B to W.
         static: memory that is always held: weights, their gradients, optimizer state.
         measured: bytes that stages hold, in place of activations, deferred and static.
+        skips: connections between stages beside those of neighbours; each schedule must have these stages.
+        skip_bytes: size of what one takes, which travels as a message and waits in memory; one number for all, or one
+            for each.
         memory: what a rank has.
         gradient_bytes: gradients of a rank, to reduce over replicas; 0 where there is one replica.
         bucket_bytes, reduction_latency, reduction_bandwidth: see `Reductions`.
@@ -55,6 +60,8 @@ class Work:
     deferred: float = 0.0
     static: float = 0.0
     measured: Measured | None = None
+    skips: Skips = ()
+    skip_bytes: PerStage = 0.0
     memory: float = math.inf
     gradient_bytes: float = 0.0
     bucket_bytes: float = math.inf
@@ -109,15 +116,21 @@ def timeline_of(schedule: Schedule, num_ranks: int, num_microbatches: int, work:
         message_bytes=work.message_bytes,
         bandwidth=work.bandwidth,
         link_of=link_of_host(work.ranks_per_host) if work.ranks_per_host else None,
+        skips=work.skips,
+        skip_bytes=work.skip_bytes,
     )
 
 
 def peaks_of(schedule: Schedule, timeline: Timeline, work: Work) -> list[float]:
     """Return the most that each rank holds in a timeline of a schedule."""
     if work.measured is not None:
-        return work.measured.peaks(timeline, schedule.num_stages(len(timeline.rows)), schedule.rank_of)
+        num_stages = schedule.num_stages(len(timeline.rows))
+        return work.measured.peaks(timeline, num_stages, schedule.rank_of, skips=work.skips, skip_bytes=work.skip_bytes)
     share = 1 / schedule.num_chunks
-    return [work.static + peak for peak in timeline.peak_memory(work.activations * share, work.deferred * share)]
+    peaks = timeline.peak_memory(
+        work.activations * share, work.deferred * share, skips=work.skips, skip_memory=work.skip_bytes
+    )
+    return [work.static + peak for peak in peaks]
 
 
 def measure(schedule: Schedule, num_ranks: int, num_microbatches: int, work: Work) -> Result:
@@ -126,7 +139,12 @@ def measure(schedule: Schedule, num_ranks: int, num_microbatches: int, work: Wor
     Raises:
         ValueError: as `timeline_of`.
     """
-    timeline = timeline_of(schedule, num_ranks, num_microbatches, work)
+    return result_of(schedule, timeline_of(schedule, num_ranks, num_microbatches, work), num_microbatches, work)
+
+
+def result_of(schedule: Schedule, timeline: Timeline, num_microbatches: int, work: Work) -> Result:
+    """Return what a schedule costs whose timeline is known."""
+    num_ranks = len(timeline.rows)
     peak = max(peaks_of(schedule, timeline, work))
     reductions = Reductions(
         work.gradient_bytes / schedule.num_chunks, work.bucket_bytes, work.reduction_latency, work.reduction_bandwidth
@@ -162,17 +180,20 @@ def searched(
     if work.measured is None and not work.memory > work.static:
         raise ValueError(f"memory must be more than what is always held, got {work.memory:g} and {work.static:g}")
 
-    def problem_in(placement: str) -> Problem:
+    def problem_in(placement: str, reserve: float) -> Problem:
         num_chunks, rank_of = PLACEMENTS[placement]
         num_stages = num_chunks * num_ranks
         sizes = work.message_bytes if isinstance(work.message_bytes, Sequence) else [work.message_bytes] * num_stages
+        check_skips(work.skips, num_stages)
         kept: PerStage = work.activations / num_chunks
         later: PerStage = work.deferred / num_chunks
-        room: PerStage = work.memory - work.static
+        room: PerStage = work.memory - reserve - work.static
         if work.measured is not None:
             stages = work.measured.stages_of(num_stages)
-            kept, later = work.measured.activations(num_stages), [s.deferred for s in stages]
-            room = [work.memory - always for always in work.measured.always(num_stages, rank_of, num_ranks)]
+            kept, later = work.measured.activations(num_stages, own=not work.skips), [s.deferred for s in stages]
+            always = work.measured.always(num_stages, rank_of, num_ranks)
+            room = [work.memory - reserve - held for held in always]
+        kept = with_skips(kept, num_stages, work.skips, work.skip_bytes)
         return Problem.of(
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
@@ -187,8 +208,17 @@ def searched(
             limit=room,
         )
 
-    found = search_placements(problem_in, PLACEMENTS, seconds=seconds, num_tries=num_tries, seed=seed, name="search")
-    return next(iter(found.values())).schedule
+    def find(reserve: float) -> Schedule:
+        problems = partial(problem_in, reserve=reserve)
+        found = search_placements(problems, PLACEMENTS, seconds=seconds, num_tries=num_tries, seed=seed, name="search")
+        return next(iter(found.values())).schedule
+
+    def excess(schedule: Schedule) -> float:
+        if work.measured is None and not work.skips:
+            return 0.0
+        return max(peaks_of(schedule, timeline_of(schedule, num_ranks, num_microbatches, work), work)) - work.memory
+
+    return search_within(find, excess)
 
 
 Candidate = Schedule | Callable[[int, int, Work], Schedule]
@@ -218,6 +248,7 @@ def sweep(
         for p, m, work in sizes:
             try:
                 schedule = at_size(candidate, p, m, work)
+                check_skips(work.skips, schedule.num_stages(p))
                 orders = schedule.orders(p, m)
                 if schedule is not SCHEDULES.get(schedule.name):  # those are known to be valid
                     validate(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pipeline.schedules.action import Action, B, F, Kind, Skips
 from pipeline.schedules.per_stage import PerStage, each
+
+Changes = list[tuple[float, float]]
+"""When what a rank holds changes, and by how much."""
 
 
 class Timed(NamedTuple):
@@ -34,7 +38,11 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """Sum of the times of one rank's actions."""
-        return sum(end - start for _, start, end in self.rows[rank])
+        return self._busy[rank]
+
+    @cached_property
+    def _busy(self) -> list[float]:
+        return [sum(end - start for _, start, end in row) for row in self.rows]
 
     def span(self, rank: int) -> float:
         """Time from the start of a rank's first action to the end of its last."""
@@ -82,17 +90,19 @@ class Timeline:
         A rank with several stages counts a micro-batch once for each stage that holds it. A forward that no backward
         follows, as in evaluation, keeps nothing.
         """
-        return [round(_peak(row)) for row in self.rows]
+        return [round(_peak(changes_of(row, 1, 0), [])) for row in self.rows]
 
     @property
     def peak_microbatches_per_stage(self) -> list[int]:
         """The same for every stage alone; of several ranks that hold it, as replicas do, the one with the most."""
         peaks: dict[int, int] = {}
         for row in self.rows:
-            stages = stages_in(row)
-            for stage in stages:
-                peak = round(_peak(row, [float(other == stage) for other in range(max(stages) + 1)]))
-                peaks[stage] = max(peaks.get(stage, 0), peak)
+            rows: dict[int, list[Timed]] = {}
+            for action, start, end in row:
+                for single in action.singles:
+                    rows.setdefault(single.stage, []).append(Timed(single, start, end))
+            for stage, own in rows.items():
+                peaks[stage] = max(peaks.get(stage, 0), round(_peak(changes_of(own, 1, 0), [])))
         return [peaks[stage] for stage in sorted(peaks)]
 
     def peak_memory(
@@ -102,7 +112,6 @@ class Timeline:
         *,
         skips: Skips = (),
         skip_memory: PerStage = 1.0,
-        skip_kept: PerStage = 0.0,
     ) -> list[float]:
         """Return the most that each rank holds at a time.
 
@@ -112,25 +121,27 @@ class Timeline:
             skips: skip connections. What one takes waits on the rank that gave it, from F there to F where it is
                 taken; its gradient on that rank, from B to B.
             skip_memory: what waits, of one micro-batch; one number for all, or one for each.
-            skip_kept: of that, what the stage that gives it keeps for its backward anyway, and `activations` has.
         """
         sizes = each("skip_memory", skip_memory, len(skips), "skips")
-        kept = each("skip_kept", skip_kept, len(skips), "skips")
-        waiting = self._waiting(dict(zip(skips, zip(sizes, kept, strict=True), strict=True)))
-        return [_peak(row, activations, deferred, waits) for row, waits in zip(self.rows, waiting, strict=True)]
-
-    def _waiting(self, skips: Mapping[tuple[int, int], tuple[float, float]]) -> list[list[tuple[float, float]]]:
-        """Return when what waits for other stages changes on each rank, and by how much."""
-        changes: list[list[tuple[float, float]]] = [[] for _ in self.rows]
-        done = {part: (r, t.end) for r, row in enumerate(self.rows) for t in row for part in t.action.parts}
-        for (giver, taker), (given, kept) in skips.items():
-            for kind, made_in, taken_in, size in ((F, giver, taker, given - kept), (B, taker, giver, given)):
-                for i in [part.microbatch for part in done if part == kind(taken_in, part.microbatch)]:
-                    rank, since = done[kind(made_in, i)]
-                    changes[rank] += [(since, size), (done[kind(taken_in, i)][1], -size)]
+        waiting = self._waiting(dict(zip(skips, sizes, strict=True)))
         return [
-            sorted(own, key=lambda entry: (entry[0], -entry[1])) for own in changes
-        ]  # at one time, what is made first
+            _peak(changes_of(row, activations, deferred), waits) for row, waits in zip(self.rows, waiting, strict=True)
+        ]
+
+    def _waiting(self, skips: Mapping[tuple[int, int], float]) -> list[Changes]:
+        """Return when what waits for other stages changes on each rank, and by how much."""
+        changes: list[Changes] = [[] for _ in self.rows]
+        if not skips:
+            return changes
+        done = {part: (r, t.end) for r, row in enumerate(self.rows) for t in row for part in t.action.parts}
+        microbatches = {part.microbatch for part in done}
+        for (giver, taker), size in skips.items():
+            for kind, made_in, taken_in in ((F, giver, taker), (B, taker, giver)):
+                for i in microbatches:
+                    if kind(taken_in, i) in done:
+                        rank, since = done[kind(made_in, i)]
+                        changes[rank] += [(since, size), (done[kind(taken_in, i)][1], -size)]
+        return changes
 
 
 def stages_in(row: Sequence[Timed]) -> set[int]:
@@ -138,25 +149,35 @@ def stages_in(row: Sequence[Timed]) -> set[int]:
     return {single.stage for timed in row for single in timed.action.singles}
 
 
-def _peak(
-    row: Sequence[Timed],
-    activations: PerStage = 1,
-    deferred: PerStage = 0,
-    waiting: Sequence[tuple[float, float]] = (),
-) -> float:
-    def change(part: Action) -> float:
-        kept, later = (x[part.stage] if isinstance(x, Sequence) else x for x in (activations, deferred))
-        return {Kind.F: kept, Kind.B: later - kept, Kind.W: -later}[part.kind]
+def changes_of(row: Sequence[Timed], activations: PerStage, deferred: PerStage) -> Changes:
+    """Return by how much what a rank keeps for backwards changes, and when."""
+    done = [(end, single) for action, _, end in row for single in action.singles]  # of a pair both, when both are done
+    backwards = (Kind.B, Kind.BW)
+    with_backward = {(single.stage, single.microbatch) for _, single in done if single.kind in backwards}
+    changes = []
+    for end, (kind, stage, microbatch, _, _) in done:
+        if (stage, microbatch) in with_backward:
+            kept = activations[stage] if isinstance(activations, Sequence) else activations
+            later = deferred[stage] if isinstance(deferred, Sequence) else deferred
+            match kind:
+                case Kind.F:
+                    changes.append((end, kept))
+                case Kind.B:
+                    changes.append((end, later - kept))
+                case Kind.BW:
+                    changes.append((end, -kept))
+                case Kind.W:
+                    changes.append((end, -later))
+    return changes
 
-    # Of a pair both are held, until its backward is done.
-    done = [(end, single.parts) for action, _, end in row for single in action.singles]
-    with_backward = {(part.stage, part.microbatch) for _, parts in done for part in parts if part.kind is Kind.B}
-    kept = [
-        (end, sum(change(part) for part in parts if (part.stage, part.microbatch) in with_backward))
-        for end, parts in done
-    ]
+
+def _peak(kept: Changes, waiting: Changes) -> float:
+    """Return the most that is held at a time; at one time, what waits comes first, and of that what is made."""
     held = peak = 0.0
-    for _, more in sorted([*waiting, *kept], key=lambda entry: entry[0]):  # at the same time, what waits comes first
+    changes = kept
+    if waiting:
+        changes = sorted([*sorted(waiting, key=lambda entry: (entry[0], -entry[1])), *kept], key=lambda entry: entry[0])
+    for _, more in changes:
         held += more
         peak = max(peak, held)
     return peak

@@ -10,8 +10,8 @@ from pipeline.schedules.compare import Work, peaks_of, searched, timeline_of
 from pipeline.schedules.held import StageBytes, from_json, rank_bytes, to_json
 
 STAGES = {  # two chunks a rank: unequal, so that a sum over the wrong stages shows
-    2: [StageBytes(100, 100, 200, 10, 4, 3, 0), StageBytes(50, 50, 100, 20, 8, 6, 5)],
-    4: [StageBytes(100 + s, 10 * s, s, 5 + s, 2, 3 * s, s) for s in range(4)],
+    2: [StageBytes(100, 100, 200, 10, 4, 13, 3, 3, 3, 0), StageBytes(50, 50, 100, 20, 8, 26, 6, 6, 6, 5)],
+    4: [StageBytes(100 + s, 10 * s, s, 5 + s, 2, 5 + 4 * s, *[3 * s] * 3, s) for s in range(4)],
 }
 TEXT = to_json(STAGES, num_microbatches=4, num_shards=2)
 
@@ -47,7 +47,7 @@ def test_what_is_written_is_read_back():
         TEXT.replace('"shards": 2', '"shards": 0'),
         TEXT.replace('"weights": 50', '"weights": -50'),
         TEXT.replace('"weights": 50', '"weights": 0.5'),
-        TEXT.replace('"working": 6', '"walking": 6'),
+        TEXT.replace('"backward": 6', '"forwards": 6'),
         TEXT.replace('"2": [', '"3": ['),
         "[" * 100_000,
     ],

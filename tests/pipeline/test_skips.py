@@ -98,8 +98,6 @@ def test_what_waits_takes_memory_where_it_was_made():
     # Rank 0: two values wait at time 2, with two tapes. Rank 2: its last gradient is there before its tape goes.
     assert timeline.peak_memory(1, 0, skips=[(0, 2)], skip_memory=10) == [22, 2, 21]
     assert timeline.peak_memory(0, 0, skips=[(0, 2), (0, 1)], skip_memory=[10, 1]) == [22, 2, 20]
-    # What the giver keeps anyway waits for free; its gradient, on the taker's rank, does not.
-    assert timeline.peak_memory(0, 0, skips=[(0, 2)], skip_memory=10, skip_kept=10) == [0, 0, 20]
     # In a V both ends may be on one rank: what waits is held from the first action to the second.
     row = simulate(SCHEDULES["zbv"].orders(1, 1), num_stages=2).peak_memory(0, 0, skips=[(0, 1)])
     assert row == [1]
@@ -110,14 +108,14 @@ def test_what_waits_takes_memory_where_it_was_made():
 
 
 def test_bytes_of_what_waits_come_on_top_of_what_stages_hold():
-    stage = StageBytes(100, 100, 200, 10, 4, 3, 2)
+    stage = StageBytes(100, 100, 200, 10, 4, 13, 3, 3, 3, 2)
     measured, timeline = (
         Measured(lambda count: [stage] * count),
         simulate(SCHEDULES["gpipe"].orders(3, 2), num_stages=3),
     )
     plain = measured.peaks(timeline, 3, round_robin)
-    assert plain == [425, 425, 425]
-    assert measured.peaks(timeline, 3, round_robin, skips=[(0, 2)], skip_bytes=100) == [625, 425, 615]
+    assert plain == [423, 423, 423]
+    assert measured.peaks(timeline, 3, round_robin, skips=[(0, 2)], skip_bytes=100) == [623, 423, 513]
 
 
 def test_the_commands_take_them(capsys):
@@ -134,3 +132,23 @@ def test_what_is_no_skip_is_one_line(text, capsys):
     with pytest.raises(SystemExit):
         main(["check", "1f1b", f"--skips={text}"])
     assert "must be stages and later stages, as 0-3,1-2, each once" in capsys.readouterr().err
+
+
+def test_compare_and_search_take_them_as_simulate_does(capsys):
+    """On two ranks rank 0 keeps what waits for the last stage until its forward there; the search counts it too."""
+    skips = ["--skips", "0-1", "--skip-bytes", "3"]
+    sizes = ["--ranks", "2", "--microbatches", "4"]
+    assert main(["compare", "gpipe", "1f1b", "zbv", *sizes, *skips, "--bandwidth", "1"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[2:]}
+    assert rows["gpipe"].endswith("16 11")  # rank 0: four micro-batches and four messages, all before one has arrived
+    assert main(["compare", "1f1b", *sizes, "--skips", "0-2"]) == 0
+    assert "a skip connection goes from a stage to a later one, of 2 stages, got 0-2" in capsys.readouterr().out
+    search = ["search", *sizes, "--placement", "one", "--seconds", "2", *skips]
+    assert main([*search, "--memory", "8"]) == 0
+    peaks = capsys.readouterr().out.splitlines()[-1].removeprefix("with what skips hold").split()
+    assert max(map(float, peaks)) <= 8
+    assert main([*search, "--memory", "3"]) == 2
+    assert "a rank must hold one micro-batch on each of its stages, which takes 4" in capsys.readouterr().err
+    for command in ("compare", "search"):
+        assert main([command, "--skip-bytes", "3"]) == 2
+        assert capsys.readouterr().err == "python -m pipeline: --skip-bytes needs --skips\n"
