@@ -46,7 +46,7 @@ MEANINGS = {
     "plain": "gradients as they are",
     "bfloat16": "gradients in bfloat16",
     "int8": "gradients in int8",
-    "int4": "gradients in int4",
+    "int4": "gradients in int4, buckets of 512 KiB",
     "powersgd": "PowerSGD, 4 columns",
     "topk": "top-k, a hundredth",
     "diloco": "DiLoCo, H = 30",

@@ -82,7 +82,7 @@ METHODS = {
     "plain": Method(),
     "bfloat16": Method(lambda: ErrorFeedback("bfloat16")),
     "int8": Method(int8),
-    "int4": Method(lambda: ErrorFeedback("int4")),
+    "int4": Method(lambda: ErrorFeedback("int4"), bucket_bytes=512 << 10),
     "powersgd": Method(PowerSGD),
     "topk": Method(TopK),
     "diloco": Method(every=30),
