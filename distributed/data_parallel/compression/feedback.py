@@ -98,6 +98,10 @@ class FeedbackHook(ABC):
             raise RuntimeError(f"{name} keeps what it does not send: call hook.attach(ddp.buckets) once before")
         part, kept = self._held[_place(grad)]
         self.plain_bytes += allreduce_bytes(grad.nbytes, comm.size)
+        return self._launch(grad, part, kept, comm)
+
+    def _launch(self, grad: Array, part: FlatRange, kept: list[Buffer], comm: Communicator) -> Work:
+        """Send a bucket on its way, by its steps, which move while this rank computes. See `_steps`."""
         run = comm.sequence if xp_of(grad) is np else SequenceWork  # a thread of MPI's knows of no stream of a GPU
         turn = self._last_turn = Turn(self._last_turn)
         turn.sequence = run(self._steps(grad, part, kept, comm, turn))

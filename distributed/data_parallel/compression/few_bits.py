@@ -20,10 +20,13 @@ Source: Tang et al. 2019 (arXiv 1905.05957), whose "double squeeze" has error fe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from distributed.comm.communicator import Array, Communicator
+from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.sequence import MessageSteps, Turn
+from distributed.comm.work import JoinedWork
 from distributed.data_parallel.compression.feedback import FeedbackHook, own_buffer
 from distributed.data_parallel.compression.number_formats import number_format, room_for
 from minigrad.backend import xp_of
@@ -53,25 +56,40 @@ class ErrorFeedback(FeedbackHook):
         sent = own_buffer(part, "sent", (num_slices, room), rank, size)
         return [sent] if num_slices == 1 else [sent, own_buffer(part, "reduced", (room,), rank, size)]
 
-    def _steps(self, grad: Array, part: FlatRange, kept: list[Buffer], comm: Communicator, turn: Turn) -> MessageSteps:
-        sent = kept[0].data
-        num_slices, room = sent.shape
-        length = -(-grad.size // num_slices)
-        slices = [grad[i * length : (i + 1) * length] for i in range(num_slices)]
-        messages = xp_of(grad).empty((num_slices, self._format.packed_bytes(room)), np.uint8)
-        for its, missing, message in zip(slices, sent, messages, strict=True):
-            self._format.pack(its, missing, message)
-        self._count(messages, comm.size)
-        if num_slices == 1:
-            rows = yield comm.allgather(messages[0])
-            self._format.unpack(rows[1 - comm.rank], room, grad, add=True)  # a + b is b + a: the same bits on both
+    def _launch(self, grad: Array, part: FlatRange, kept: list[Buffer], comm: Communicator) -> Work:
+        if comm.size > 2:
+            return super()._launch(grad, part, kept, comm)
+        (message,) = self._pack([grad], kept[0].data)
+        self._count(message, comm.size)
+
+        def add_other(results: list[Array]) -> Array:
+            (rows,) = results
+            self._format.unpack(rows[1 - comm.rank], kept[0].data.size, grad, add=True)
             return grad
-        total, message = xp_of(grad).empty(length, grad.dtype), messages[0]
+
+        # Added up in `wait`: while the last bucket is on its way there is nothing else to do.
+        return JoinedWork([comm.allgather(message)], add_other)
+
+    def _steps(self, grad: Array, part: FlatRange, kept: list[Buffer], comm: Communicator, turn: Turn) -> MessageSteps:
+        sent, reduced = (buffer.data for buffer in kept)
+        length = -(-grad.size // comm.size)
+        slices = [grad[i * length : (i + 1) * length] for i in range(comm.size)]
+        total = xp_of(grad).empty(length, grad.dtype)
+        messages = self._pack(slices, sent)
+        self._count(messages, comm.size)
         for i, row in enumerate((yield comm.all_to_all(messages))):
-            self._format.unpack(row, room, total, add=i > 0)
-        self._format.pack(total, kept[1].data, message)
+            self._format.unpack(row, reduced.size, total, add=i > 0)
+        (message,) = self._pack([total], reduced[None])
         yield turn
         turn.take()
         for its, row in zip(slices, (yield self._later.allgather(message)), strict=True):
-            self._format.unpack(row, room, its, add=False)
+            self._format.unpack(row, reduced.size, its, add=False)
         return grad
+
+    def _pack(self, parts: Sequence[Array], kept: Array) -> Array:
+        """Return what travels of each part, (number of parts, bytes); what is lost goes into the rows of `kept`."""
+        num_parts, room = kept.shape
+        messages = xp_of(kept).empty((num_parts, self._format.packed_bytes(room)), np.uint8)
+        for part, missing, message in zip(parts, kept, messages, strict=True):
+            self._format.pack(part, missing, message)
+        return messages
