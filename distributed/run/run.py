@@ -91,6 +91,7 @@ class Run:
         self._events: list[Event] = []  # of the step that was recorded
         self._overlap: list[str] = []  # what it says of the gradients' way, on rank 0
         self._start_line = ""
+        self._has_said_how_to_end = False
         self._record: Record  # on rank 0 alone
         self.folder = Path()
         if not comm.is_newcomer:  # the others are in the midst of the run
@@ -213,6 +214,8 @@ class Run:
             self._say_how_to_end()
         elif self.comm.rank == 0:  # which may have been another process before
             self._record.begin(self._start_line, self.folder / METRICS, first, last=line)
+            if not self._has_said_how_to_end:
+                self._say_how_to_end()
 
     def begin_line(self, step: int, learning_rate: float, *, is_first: bool) -> None:
         """Begin the line of a step.
@@ -256,6 +259,7 @@ class Run:
         # Open MPI's mpirun kills its ranks a moment after a Ctrl-C.
         way = kill if launched_by_mpi() else f"Ctrl-C, or {kill},"
         self.say(f"{self.folder}: {way} saves and ends this run")
+        self._has_said_how_to_end = self.comm.rank == 0
 
     def _steps(self, first: int, checkpoints: Checkpointer, optimizer: Optimizer, batches: HasState) -> Iterator[int]:
         settings = self.settings

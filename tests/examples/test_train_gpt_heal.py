@@ -70,6 +70,7 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
     lines = metrics(tmp_path / "healed")
     check_same(output, lines, alone)
     assert [line["redone_steps"] for line in lines if "redone_steps" in line] == [0]
+    assert len(set(re.findall(r"kill -TERM (\d+) saves", output))) == 2  # of rank 0, then of who took its place
     assert re.search(rf"healed in \d+\.\d s: {goes_on} on at step \d+, from a living rank\n", errors)
     names = {path.name for path in (tmp_path / "healed").iterdir()}
     assert {"summary.json", "loss.png", "checkpoints"} <= names
