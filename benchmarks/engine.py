@@ -71,10 +71,10 @@ class Line:
     def __str__(self) -> str:
         digits = DIGITS[self.unit]
         spread = f"[{self.spread[0]:.2f} {self.spread[1]:.2f}]" if self.spread else ""
-        line = f"{self.what:<60}{self.measured:>9,.{digits}f} {self.unit:<4}{spread:<14}"
+        line = f"{self.what:<60}{self.measured:>9,.{digits}f} {self.unit:<5}{spread:<14}"
         if self.target is not None:
             verdict = "met" if self.measured <= self.target else "missed"
-            line += f"<= {self.target:.{digits}f} {self.unit:<4}{verdict}"
+            line += f"<= {self.target:.{digits}f} {self.unit:<5}{verdict}"
         return line.rstrip()
 
 

@@ -225,7 +225,7 @@ class Training:
         if settings.computed_in != "float32":
             use_precision(self.stages.parameters(), settings.computed_in)
         self.captured: CapturedStep | None = None
-        if settings.graph != "off" and not settings.why_no_graph and (dp == 1 or "NCCL" in comm.library):
+        if becomes_graph(settings, dp, comm.library):
             self.optimizer = Optimizer(self.ddp.params, rule, max_norm=settings.clip or math.inf, loss_scale=scale)
             self.captured = CapturedStep(self._step, self.optimizer, gather=comm.gather_objects)
         else:
@@ -289,6 +289,24 @@ class Training:
         mesh.dp.allreduce(total).wait()
         self.stages.train()
         return float(total[0] / total[1])
+
+
+def becomes_graph(settings: TrainSettings, num_replicas: int, library: str) -> bool:
+    """Return whether a step becomes one CUDA graph.
+
+    Args:
+        library: what carries messages between ranks.
+    Raises:
+        ValueError: it must, as --graph on says, and cannot.
+    """
+    if settings.graph == "off" or settings.why_no_graph:
+        return False
+    can_be = num_replicas == 1 or "NCCL" in library
+    if settings.graph == "on" and not can_be:
+        raise ValueError(
+            f"--graph on of {num_replicas} replicas needs NCCL and a GPU for each rank, got messages by {library}"
+        )
+    return can_be
 
 
 def rehearse(settings: TrainSettings, config: gpt.GPTConfig, tokens: Array) -> None:

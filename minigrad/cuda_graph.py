@@ -14,6 +14,7 @@ what they told each other while it was captured, such as how much each weighs: s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import linecache
 import traceback
@@ -139,21 +140,24 @@ class CapturedStep:
                 try:
                     with capturing(Capture.ALONE if self._gather is None else Capture.TOGETHER):
                         shape.result = self._step(*shape.inputs)
-                except Exception as error:
+                    shape.graph = self._stream.end_capture()
+                except BaseException as error:
                     self._abandon()
+                    if not isinstance(error, Exception):
+                        raise
                     raise RuntimeError(
                         f"this step cannot be captured in a CUDA graph: {_what_failed(error)}"
                     ) from error
-                shape.graph = self._stream.end_capture()
         finally:
             self._optimizer.is_captured = False
 
     def _abandon(self) -> None:
-        """End a capture that failed."""
-        try:
+        """End a capture that failed, so that the stream computes again.
+
+        It stays the same stream, because memory in which libraries scribble, earlier graphs' too, goes by streams.
+        """
+        with contextlib.suppress(Exception):  # it says again that the capture failed
             self._stream.end_capture()
-        except Exception:  # it says again that the capture failed
-            self._stream = self._cp.cuda.Stream()
 
 
 class _Shape:

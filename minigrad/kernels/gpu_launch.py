@@ -140,6 +140,26 @@ def add_up_parts(parts: Array, out: Array, add: bool) -> None:
         _landed(total, out, add)
 
 
+def workspace(num_bytes: int) -> Array:
+    """Return memory of the current stream for a library to scribble in.
+
+    Whatever runs on a stream runs one after the other, so all of it has the same. It is of no pool and never given
+    back: a graph that was captured on this stream keeps the address.
+    """
+    blocks = _workspaces(cp.cuda.Device().id, cp.cuda.get_current_stream().ptr)
+    found = next((block for block in blocks if block.nbytes >= num_bytes), None)
+    if found is None:
+        with cp.cuda.using_allocator(None):
+            found = cp.empty(num_bytes, np.uint8)
+        blocks.append(found)
+    return found
+
+
+@functools.cache
+def _workspaces(device: int, stream: int) -> list[Array]:
+    return []
+
+
 def launch_elementwise(name: str, dtype: Any, ins: tuple[Any, ...], outs: tuple[Any, ...], n: int) -> None:
     vectors = aligned(*(x for x in (*ins, *outs) if hasattr(x, "data") and x.dtype == dtype and x.ndim))
     items = n // 8 + n % 8 if vectors else n

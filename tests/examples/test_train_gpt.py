@@ -230,6 +230,18 @@ def test_the_learning_rate_and_the_rule_are_as_the_flags_say() -> None:
 
 
 @needs_mpirun
+def test_a_step_becomes_a_graph_where_nothing_goes_through_the_host() -> None:
+    mpi, nccl = "Open MPI 5.0", "Open MPI 5.0 and NCCL 2.28"
+    settings = TrainSettings(device="cuda", dp=2)
+    assert train_gpt.becomes_graph(settings, 2, nccl)
+    assert train_gpt.becomes_graph(settings, 1, mpi)
+    assert not train_gpt.becomes_graph(settings, 2, mpi)
+    assert not train_gpt.becomes_graph(replace(settings, graph="off"), 1, nccl)
+    assert not train_gpt.becomes_graph(replace(settings, dropout=0.1), 1, nccl)
+    with pytest.raises(ValueError, match=r"--graph on of 2 replicas needs NCCL .*, got messages by Open MPI 5\.0$"):
+        train_gpt.becomes_graph(replace(settings, graph="on"), 2, mpi)
+
+
 def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(tiny: list[str], tmp_path: Path) -> None:
     flags = ["--clip", "0", "--run", "plain"]
     assert run_job([*LIGHTLY, *tiny, *flags], ranks=None, cwd=tmp_path).returncode == 0

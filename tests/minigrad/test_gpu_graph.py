@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import re
@@ -15,12 +16,14 @@ import pytest
 
 import minigrad as mg
 from distributed import DistributedDataParallel, SoloCommunicator
-from minigrad.backend import place, to_device, to_host
+from minigrad.backend import address, place, to_device, to_host
 from minigrad.cuda_graph import NUM_WARMUP_CALLS, CapturedStep
+from minigrad.kernels.gpu_launch import workspace
+from minigrad.kernels.products import gpu as product_kernels
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import GPT, MLP, GPTConfig, gpt
 from minigrad.optim import SGD, AdamW, Optimizer
-from minigrad.precision import LossScale, use_precision
+from minigrad.precision import LossScale, dtype_of, use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 pytestmark = pytest.mark.gpu
@@ -239,11 +242,11 @@ def test_memory_returns_when_the_graphs_go() -> None:
 
 
 def test_what_asks_the_device_is_refused_with_its_line() -> None:
-    training = Training("bfloat16")
+    training, asks = Training("bfloat16"), True
 
-    def step(x: Any, y: Any) -> None:
+    def step(x: Any, y: Any) -> Any:
         loss = training.step(x, y)
-        loss.item()  # this line
+        return loss.item() if asks else loss  # this line
 
     captured = CapturedStep(step, training.optimizer)
     ((x, y),) = batches(1)
@@ -254,6 +257,58 @@ def test_what_asks_the_device_is_refused_with_its_line() -> None:
         captured(x, y)
     assert "tensor.py" in str(error.value) or f"test_gpu_graph.py:{line}" in str(error.value)
     assert np.isfinite(training.step(to_device(x), to_device(y)).item())  # without the graph it goes on
+    asks = False
+    assert np.isfinite(captured(x, y).item())  # and with one, once it asks no more
+    assert captured.num_launches > 20
+
+
+def test_work_that_nobody_waits_for_is_refused() -> None:
+    """Beside the step's stream something still runs where it ends: a bucket, say, of which nobody has waited."""
+    training, waits = Training("bfloat16"), False
+    beside, counts = cupy.cuda.Stream(non_blocking=True), cupy.zeros(1)
+
+    def step(x: Any, y: Any) -> Any:
+        loss = training.step(x, y)
+        current = cupy.cuda.get_current_stream()
+        beside.wait_event(current.record())
+        with beside:
+            counts.fill(1)
+        if waits:
+            current.wait_event(beside.record())
+        return loss
+
+    captured = CapturedStep(step, training.optimizer)
+    ((x, y),) = batches(1)
+    for _ in range(NUM_WARMUP_CALLS):
+        captured(x, y)
+    with pytest.raises(RuntimeError, match=r"cannot be captured in a CUDA graph: .*end_capture.*Unjoined"):
+        captured(x, y)
+    waits = True
+    assert np.isfinite(captured(x, y).item())
+
+
+def test_a_graph_keeps_the_memory_in_which_libraries_scribble() -> None:
+    """A product that is summed up in parts keeps them in memory whose address the graph has, whoever else lets go."""
+    a, b = (to_device(np.ones((1 << 15, 64), np.float32).astype(dtype_of("bfloat16"))) for _ in range(2))
+    out, stream, pool = cupy.zeros((64, 64), np.float32), cupy.cuda.Stream(), cupy.cuda.MemoryPool()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        first = workspace(1000)
+        assert address(workspace(500)) == address(first)
+        assert workspace(1 << 26).nbytes == 1 << 26  # and the first one is still there
+        assert address(workspace(1000)) == address(first)
+        assert pool.total_bytes() == 0
+        product_kernels.product(a.T, b, out)
+        stream.begin_capture()
+        product_kernels.product(a.T, b, out)
+        graph = stream.end_capture()
+    assert address(workspace(1000)) != address(first)  # another stream's
+    product_kernels._products.cache_clear()
+    gc.collect()
+    pool.free_all_blocks()
+    out.fill(0)
+    graph.launch(stream)
+    stream.synchronize()
+    assert bool((out == 1 << 15).all())
 
 
 def test_hooks_that_look_at_ops_are_refused() -> None:

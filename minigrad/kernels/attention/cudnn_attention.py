@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array, address, cupy
+from minigrad.kernels.gpu_launch import workspace
 
 _LARGEST_HEAD = 128
 _ALIGNMENT_BYTES = 16
@@ -131,7 +132,6 @@ class _Plan:
             grad.set_output(True).set_dim(dim).set_stride(packed).set_data_type(kind)
         self._workspace_bytes = max(workspace_bytes, self._build(self._backward), 1)
         self._backward_ids = [tensor.get_uid() for tensor in (q, k, v, y, g, stats, *grads)]
-        self._workspaces: dict[int, Array] = {}  # by stream
         self._lock = threading.Lock()  # the handle is told its stream before a launch: no other thread between
         self._part_bytes = width * 2
 
@@ -157,10 +157,6 @@ class _Plan:
         return [address(packed) + i * self._part_bytes for i in range(3)]
 
     def _run(self, graph: Any, pointers: dict[int, int]) -> None:
-        stream = self._cp.cuda.get_current_stream().ptr
         with self._lock:
-            if stream not in self._workspaces:
-                with self._cp.cuda.using_allocator(None):  # of no pool: it outlives every graph
-                    self._workspaces[stream] = self._cp.empty(self._workspace_bytes, np.uint8)
-            self._cudnn.set_stream(handle=self._handle, stream=stream)
-            graph.execute(pointers, address(self._workspaces[stream]), handle=self._handle)
+            self._cudnn.set_stream(handle=self._handle, stream=self._cp.cuda.get_current_stream().ptr)
+            graph.execute(pointers, address(workspace(self._workspace_bytes)), handle=self._handle)

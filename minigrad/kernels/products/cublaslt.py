@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minigrad.backend import Array, address, cuda_library, cupy
+from minigrad.kernels.gpu_launch import workspace
 from minigrad.kernels.products.layouts import Arrays, Kind, Layout
 
 _WORKSPACE_BYTES = 32 << 20
@@ -61,7 +62,6 @@ class CublasLt:
         self._library.cublasLtMatmulDescSetAttribute.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._plans: dict[Kind, _Plan] = {}
-        self._workspaces: dict[int, Array] = {}  # by stream: two streams must not share one
         self._lock = threading.Lock()  # a plan is told where a bias lies before its product: no other thread between
         self._thread = threading.local()
 
@@ -109,10 +109,6 @@ class CublasLt:
             if array is not None:
                 held.value = address(array)
                 self._set(plan.product, attribute, held)
-        stream = self._cp.cuda.get_current_stream().ptr
-        workspace = self._workspaces.get(stream)
-        if workspace is None:
-            workspace = self._workspaces[stream] = self._outside_pools(_WORKSPACE_BYTES, np.uint8)
         first_at, second_at, added_at, target_at = plan.layouts
         _check(
             self._product(
@@ -129,14 +125,14 @@ class CublasLt:
                 address(arrays.target),
                 target_at,
                 ctypes.addressof(plan.algorithm),
-                address(workspace),
+                address(workspace(_WORKSPACE_BYTES)),
                 _WORKSPACE_BYTES,
-                stream,
+                self._cp.cuda.get_current_stream().ptr,
             )
         )
 
     def _outside_pools(self, size: int, dtype: Any) -> Array:
-        with self._cp.cuda.using_allocator(None):  # what outlives every graph, or is wanted only once
+        with self._cp.cuda.using_allocator(None):  # wanted only once
             return self._cp.zeros(size, dtype)
 
     def _new_plan(self, kind: Kind, arrays: Arrays) -> _Plan:
