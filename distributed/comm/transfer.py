@@ -14,15 +14,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from distributed.comm.calls import describe_array
-from distributed.comm.work import Array, JoinedWork, Work
+from distributed.comm.work import Array, CompletedWork, JoinedWork, Work
 from minigrad.backend import xp_of
 
 MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts in C ints, which may count bytes, whatever the dtype
 
 
+_NOTHING_ALONE = ("broadcast", "allreduce")  # leave the array of a single rank as it is
+
+
 class Carrier(Protocol):
     """What the way of an array depends on; every communicator is one."""
 
+    size: int
     max_message_elements: int
 
     def _reads_gpu_memory(self, call: str) -> bool: ...
@@ -85,6 +89,8 @@ def carry(carrier: Carrier, call: str, array: Array, start: Callable[[Array], Wo
     direct, longest = _goes_directly(carrier, call, array), longest_message(carrier, array)
     if direct and array.size <= longest:
         return start(array)
+    if not direct and carrier.size == 1 and call in _NOTHING_ALONE:
+        return CompletedWork(array)  # a captured step cannot bring it to the host
     copy = None if direct else HostCopy(array)
     flat = (array if copy is None else copy.host).reshape(-1)
     parts = [start(flat[first : first + longest]) for first in range(0, max(flat.size, 1), longest)]

@@ -14,6 +14,7 @@ import pytest
 
 import minigrad as mg
 from distributed import LocalWorld, ReduceOp
+from distributed.comm import transfer
 from distributed.comm.nccl import NCCLCommunicator
 from minigrad.models import gpt
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
@@ -41,6 +42,20 @@ def run(size: int, program: Any, *, synchronous: bool = False, connected: bool =
         return result
 
     return LocalWorld(size, synchronous_sends=synchronous, timeout_seconds=10).run(on_rank)
+
+
+def test_arrays_of_a_single_rank_stay_on_the_gpu(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a captured step of `mpirun -n 1` would be refused: a graph has no copies to the host."""
+
+    def program(comm: Any) -> None:
+        array = cupy.full(5, 3.0, np.float32)
+        for work in (comm.allreduce(array), comm.allreduce(array, op=ReduceOp.MEAN), comm.broadcast(array)):
+            assert work.wait() is array
+        assert comm.average(array).wait() is array
+        assert array.get().tolist() == [3.0] * 5
+
+    monkeypatch.setattr(transfer, "HostCopy", None)
+    LocalWorld(1).run(program)
 
 
 @each_world

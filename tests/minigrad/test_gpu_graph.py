@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import needs_mpirun, run_job
 
 import minigrad as mg
 from distributed import DistributedDataParallel, SoloCommunicator
@@ -214,6 +215,16 @@ def test_train_gpt_on_a_gpu(tmp_path: Path) -> None:
     assert max(losses.values()) - min(losses.values()) < 0.02, losses
 
 
+@needs_mpirun
+def test_one_rank_under_mpirun_is_captured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what `make train RANKS=1 DEVICE=cuda` runs: reductions of one rank do not go through the host."""
+    flags = ["--device", "cuda", "--graph", "on", "--steps", "8", "--run", str(tmp_path / "run")]
+    monkeypatch.setenv("MINIGRAD_KERNELS", "numba")  # jobs take NumPy's, of a GPU's optimizer too
+    ran = run_job(["-m", "mpi4py", "examples/train_gpt.py", *flags], ranks=1)
+    assert ran.returncode == 0, ran.stderr
+    assert "one CUDA graph of" in ran.stdout
+
+
 def test_a_graph_of_several_ranks_is_one_of_the_shapes_on_all() -> None:
     """When another rank's batch has another size this one's graph is no longer right: it weighs more in the mean."""
     training, calls, others = Training("bfloat16"), [], ["(4, 32)"]
@@ -289,7 +300,7 @@ def test_work_that_nobody_waits_for_is_refused() -> None:
     ((x, y),) = batches(1)
     for _ in range(NUM_WARMUP_CALLS):
         captured(x, y)
-    with pytest.raises(RuntimeError, match=r"captured in a CUDA graph: \S*cuda_graph\.py.* end_capture.*unjoined work"):
+    with pytest.raises(RuntimeError, match=r"captured in a CUDA graph: \S*cuda_graph\.py.*end_capture.*unjoined work"):
         captured(x, y)
     waits = True
     assert np.isfinite(captured(x, y).item())
