@@ -232,7 +232,8 @@ class Run:
         source = recovery.source
         if source == RESTORED:
             source = "the last checkpoint" if recovery.step else "the beginning"
-        redone = f", {recovery.num_redone} steps are done again" if recovery.num_redone else ""
+        steps = "1 step is" if recovery.num_redone == 1 else f"{recovery.num_redone} steps are"
+        redone = f", {steps} done again" if recovery.num_redone else ""
         ranks = f"{recovery.num_ranks} rank" + "s" * (recovery.num_ranks > 1)
         self.warn(f"healed in {recovery.seconds:.1f} s: {ranks} go on at step {recovery.step}, from {source}{redone}")
         if recovery.forgets:
