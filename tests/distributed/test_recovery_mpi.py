@@ -171,7 +171,8 @@ buddies = Buddies(comm, state_of(toys[0]))
 pair = comm.split(int(comm.rank in (0, 3)))
 shared = pair.buffer(1000, np.float64)
 comm.split(comm.rank // 3).split(0).duplicate()
-comm.barrier()
+assert comm.vote(True)
+assert not comm.vote(comm.rank != 2)
 try:
     if comm.rank == 0:
         waits = []
@@ -199,7 +200,7 @@ try:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 except RankFailure:
-    assert not comm.vote(False)
+    assert not comm.vote(True)
     print([comm.rank, comm.heal(Heal.SHRINK).gather_objects(comm.rank)], flush=True)
 """
 
@@ -207,8 +208,8 @@ except RankFailure:
 def test_every_communicator_of_the_family_is_revoked(tmp_path):
     """Ranks that nobody has told of a death hear of it by that alone, as where a network tells the neighbours only.
 
-    Rank 0 waits in every communicator that anything has made, rank 1 in shared memory; each for a rank that lives and
-    has left, since it has seen the death.
+    And by the vote, which has one outcome, whatever a rank knows by itself. Rank 0 waits in every communicator that
+    anything has made, rank 1 in shared memory; each for a rank that lives and has left, since it has seen the death.
     """
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
