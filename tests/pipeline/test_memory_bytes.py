@@ -98,6 +98,12 @@ def test_two_stages_of_a_rank_keep_what_passes_between_them_once(gift, peak):
     assert rank_bytes(stages, SCHEDULES["zbv"], num_ranks=1, num_microbatches=1) == [peak]
 
 
+def test_a_message_is_held_until_the_next_one_goes_and_one_that_comes_has_a_buffer():
+    """Rank 0 has sent F0's result, or F1's, and has posted the receive of a gradient; rank 1 has one or the other."""
+    stages = [StageBytes(*[0] * 10, (Gift(1, 10),)), StageBytes(*[0] * 9, 10)]
+    assert rank_bytes(stages, SCHEDULES["gpipe"], num_ranks=2, num_microbatches=2) == [20, 10]
+
+
 def test_wrong_sizes_are_refused():
     stage = StageBytes(100, 100, 200, 10, 4, 13, 3, 3, 3, 2)
     with pytest.raises(ValueError, match="1f1b has 2 stages, got 3"):
