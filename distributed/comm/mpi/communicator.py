@@ -138,8 +138,11 @@ class MPICommunicator(Communicator):
         # Below 4 ranks Open MPI's Iallreduce reduces to one rank and broadcasts: twice the bytes of an exchange.
         far_apart = settings.hosts is not None and len({settings.hosts[rank] for rank in self._members}) > 1
         self._in_rank_order = settings.deterministic or (far_apart and self.size < 4)
+        # Ranks of a split's other parts make as many, of which only some may lie on several hosts.
+        may_be_far = settings.hosts is not None and len(set(settings.hosts)) > 1
+        phases = (new(), new()) if settings.deterministic or may_be_far else None
         self._reduction: RankOrderReduction | MPIReduction = (
-            RankOrderReduction(new(), new()) if self._in_rank_order else MPIReduction(MPI, self._comm)
+            RankOrderReduction(*phases) if phases and self._in_rank_order else MPIReduction(MPI, self._comm)
         )
         self._max_tag = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
         self._label = "" if self.size == world.Get_size() else f" among ranks {self._members}"
