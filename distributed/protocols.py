@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from minigrad.nn import Buffer
@@ -42,6 +42,12 @@ class Packs(Protocol):
     def pack(self) -> None: ...
 
     def unpack(self) -> None: ...
+
+
+class HasParameters(Protocol):
+    """A module, or the stages of a pipeline: these have `buffers()` too."""
+
+    def parameters(self) -> Sequence[Parameter]: ...
 
 
 class HasState(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, SupportsFloat, TypeVar
+from typing import SupportsFloat, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from distributed.data_parallel.replicas import (
     sync_buffers,
 )
 from distributed.data_parallel.shares import NO_SAMPLES, Share, count
+from distributed.protocols import HasParameters
 from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
 from minigrad.autodiff.hooks import Hooks
@@ -35,12 +36,6 @@ from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Parameter
 
 T = TypeVar("T")
-
-
-class HasParameters(Protocol):
-    """A module, or the stages of a pipeline: these have `buffers()` too."""
-
-    def parameters(self) -> Sequence[Parameter]: ...
 
 
 class DistributedDataParallel:
@@ -209,9 +204,10 @@ class DistributedDataParallel:
         weighted = {"weight": own.weight, "mean_over": own.total} if self._is_exact else {}
         is_even = own.is_even and mean_over is None and not self._is_exact  # as all ranks see alike
         self.is_awaited = True
+        is_recorded = self.recorder.is_on
 
         def on_start(reached: Sequence[Parameter]) -> None:
-            if self._is_whole_step:
+            if is_recorded and self._is_whole_step:
                 self.recorder.enter("compute", "backward")
             self.launched_buckets = self.buckets.order.buckets
             self.buckets.start(reached, factor, is_even=is_even)
@@ -220,7 +216,7 @@ class DistributedDataParallel:
             self.recorder.note_ready(param.name)
             self.buckets.mark_ready(param)
 
-        mark_ready = on_grad_ready if self.recorder.is_on else self.buckets.mark_ready
+        mark_ready = on_grad_ready if is_recorded else self.buckets.mark_ready
         hooks = Hooks(on_start, mark_ready, self.comm.progress, on_error=self.buckets.fail, **weighted)
         return hooks + self.recorder.hooks() if self._is_whole_step else hooks
 

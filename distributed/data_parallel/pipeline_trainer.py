@@ -12,8 +12,8 @@ import numpy as np
 
 from distributed.agreement import agree
 from distributed.comm.communicator import Array, Communicator
-from distributed.data_parallel.ddp import HasParameters
 from distributed.data_parallel.trainer import ReplicaOptions, Trainer, TrainingConfig, TrainingMetrics
+from distributed.protocols import HasParameters
 from distributed.trace.recorder import Recorder
 from minigrad.autodiff.hooks import Hooks
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from distributed.comm.communicator import Array, Communicator
 from distributed.data_parallel.comm_hooks import CommHook
-from distributed.data_parallel.ddp import DistributedDataParallel, HasParameters
+from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.data_parallel.replicas import broadcast_params
+from distributed.protocols import HasParameters
 from distributed.trace.recorder import Recorder
 from minigrad.autodiff.hooks import Hooks
 from minigrad.optim.update_rules import AdamW, LearningRate, Rule

@@ -23,9 +23,12 @@ from distributed.comm.communicator import Communicator
 from distributed.comm.failure import RankFailure
 from distributed.protocols import HasState, HasTensors
 from distributed.recovery.attempts import Attempt, recovering
+from distributed.recovery.loop import Recovery
+from distributed.recovery.sources import RESTORED
 from distributed.recovery.state import Training
 from distributed.run.command_line import CHECKPOINTS, to_save
 from distributed.run.progress import Progress
+from distributed.run.resume import FORGETS
 from distributed.stop import StopRequest
 from minigrad.optim import Optimizer
 
@@ -158,7 +161,8 @@ class AttemptLoop(Generic[T]):
                 self._show(attempt.step)
                 if attempt.recovery is not None:
                     parts.checkpoints.own_folder()  # the state may have come from ranks that live
-                    run.tell(attempt.recovery)
+                    for line in words_of(attempt.recovery):
+                        run.warn(line)
             if attempt.step == num_steps:
                 with attempt:
                     if self._saved != num_steps:
@@ -218,3 +222,15 @@ class AttemptLoop(Generic[T]):
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None
+
+
+def words_of(recovery: Recovery) -> list[str]:
+    """Say, in a line or two, how ranks were lost and what became of it."""
+    source = recovery.source
+    if source == RESTORED:
+        source = "the last checkpoint" if recovery.step else "the beginning"
+    steps = "1 step is" if recovery.num_redone == 1 else f"{recovery.num_redone} steps are"
+    redone = f", {steps} done again" if recovery.num_redone else ""
+    ranks = f"{recovery.num_ranks} rank" + "s" * (recovery.num_ranks > 1)
+    words = f"healed in {recovery.seconds:.1f} s: {ranks} go on at step {recovery.step}, from {source}{redone}"
+    return [words, FORGETS] if recovery.forgets else [words]

@@ -1,7 +1,7 @@
 """A run: what it prints, what it saves and when, how it goes on, and when it ends.
 
-`record.py` has what rank 0 writes, `step_line.py` what is measured of a step, `resume.py` what goes on from a
-checkpoint, `attempts.py` the loop where ranks may die.
+`record.py` has what rank 0 writes, `step_line.py` what is measured of a step, `recorded_step.py` what was noted of the
+last, `resume.py` what goes on from a checkpoint, `attempts.py` the loop where ranks may die.
 """
 
 from __future__ import annotations
@@ -11,39 +11,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from distributed import Communicator, SoloCommunicator, describe, launched_by_mpi
 from distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from distributed.comm.failure import Heal
 from distributed.comm.outcome import note_run
 from distributed.data_parallel.ddp import DistributedDataParallel
-from distributed.data_parallel.overlap import overlap_report
 from distributed.protocols import HasState, HasTensors
-from distributed.recovery.loop import Recovery
-from distributed.recovery.sources import RESTORED
 from distributed.recovery.state import Training
 from distributed.run.attempts import AttemptLoop, RunAttempt
 from distributed.run.command_line import CHECKPOINTS, METRICS, fail, to_save
 from distributed.run.folder import RunFolder
 from distributed.run.progress import Progress
+from distributed.run.rank_0 import RankZeroError, in_one_line, on_rank_0
 from distributed.run.record import Record, warn
-from distributed.run.resume import FORGETS, take_state, warnings_of
+from distributed.run.recorded_step import HasRecorder, RecordedStep
+from distributed.run.resume import take_state, warnings_of
 from distributed.run.settings import RunSettings
 from distributed.run.step_line import StepLine
 from distributed.stop import StopRequest
-from distributed.trace.perfetto import Event
-from distributed.trace.recorder import Recorder
 from minigrad.optim import Optimizer
 
-T = TypeVar("T", bound=Training)
-
-
-class HasRecorder(Protocol):
-    """A PipelineExecutor, a DistributedDataParallel."""
-
-    @property
-    def recorder(self) -> Recorder: ...
+T = TypeVar("T")
+Trains = TypeVar("Trains", bound=Training)
 
 
 class Run:
@@ -88,8 +79,7 @@ class Run:
         self._device = device
         self._loss_unit = loss_unit
         self.line = StepLine(samples, settings.batch * size)
-        self._events: list[Event] = []  # of the step that was recorded
-        self._overlap: list[str] = []  # what it says of the gradients' way, on rank 0
+        self._recorded = RecordedStep()
         self._start_line = ""
         self._has_said_how_to_end = False
         self._record: Record  # on rank 0 alone
@@ -141,14 +131,14 @@ class Run:
 
     def attempts(
         self,
-        build: Callable[[Communicator], T],
+        build: Callable[[Communicator], Trains],
         *,
         heal: Heal = Heal.REPLACE,
         num_spares: int = 0,
         buddy_every: int = 0,
         usable: Callable[[int], int] | None = None,
         rehearse: Callable[[], object] | None = None,
-    ) -> Iterator[RunAttempt[T]]:
+    ) -> Iterator[RunAttempt[Trains]]:
         """Yield attempts at the steps that are still to be done, whoever dies.
 
         They are those of `recovering`; see `attempts.py`.
@@ -226,18 +216,6 @@ class Run:
             is_first: it is this process's first; then the line says on how many ranks.
         """
         self.line.begin(step, learning_rate, self._layout() if is_first else {})
-
-    def tell(self, recovery: Recovery) -> None:
-        """Say how ranks were lost and what became of it."""
-        source = recovery.source
-        if source == RESTORED:
-            source = "the last checkpoint" if recovery.step else "the beginning"
-        steps = "1 step is" if recovery.num_redone == 1 else f"{recovery.num_redone} steps are"
-        redone = f", {steps} done again" if recovery.num_redone else ""
-        ranks = f"{recovery.num_ranks} rank" + "s" * (recovery.num_ranks > 1)
-        self.warn(f"healed in {recovery.seconds:.1f} s: {ranks} go on at step {recovery.step}, from {source}{redone}")
-        if recovery.forgets:
-            self.warn(FORGETS)
 
     def _fail(self, error: Exception, checkpoints: Checkpointer | None) -> NoReturn:
         """End the run with one line; the error is the same on every rank."""
@@ -328,9 +306,7 @@ class Run:
             return
         with whose.recorder:
             yield
-        self._events = whose.recorder.gather(self.comm)
-        replicas = whose if isinstance(whose, DistributedDataParallel) else ddp
-        self._overlap = overlap_report(replicas) if replicas is not None and replicas.comm.size > 1 else []
+        self._recorded = RecordedStep.of(whose, ddp, self.comm)
 
     def end(self, **figures: float) -> None:
         """Sum the run up on the screen and in `summary.json`, unless it was stopped."""
@@ -340,7 +316,7 @@ class Run:
         self._draw()
         self._close()
         if words:
-            self.say("\n".join([words, *self._overlap]))
+            self.say("\n".join([words, *self._recorded.overlap]))
             self.say(f"plots, metrics and checkpoints are in {self.folder}")
 
     def _layout(self) -> dict[str, int]:
@@ -387,34 +363,22 @@ class Run:
         try:
             self._record.write(self.line.values)
         except OSError as error:
-            return _said(error)
+            return in_one_line(error)
         return None
 
     def _draw(self) -> None:
         if self.comm.rank == 0:
-            self._record.draw(self._events, self._loss_unit)
+            self._record.draw(self._recorded.events, self._loss_unit)
 
     def _close(self) -> None:
         if self.comm.rank == 0:
             self._record.close()
 
-    def _on_rank_0(self, make: Callable[[], Any]) -> Any:
+    def _on_rank_0(self, make: Callable[[], T]) -> T:
         """Return what rank 0 makes, on every rank; if that fails, all of them end with its one line."""
-        made, fault = None, None
-        if self.comm.rank == 0:
-            try:
-                made = make()
-            except (OSError, ValueError) as error:
-                fault = _said(error)
-        made, fault = self.comm.broadcast_object((made, fault))
-        if fault is not None:
+        try:
+            return on_rank_0(self.comm, make)
+        except RankZeroError as error:
             if hasattr(self, "_record"):
                 self._close()
-            fail(fault)
-        return made
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+            fail(str(error))

@@ -41,7 +41,7 @@ def matmul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
 
     def vjp_b(g: Array) -> Array:
         g = g.reshape(shape_full)
-        if len(shape_right) == 2 and left.ndim > 2:  # one product over all rows, not one a stack to be summed
+        if len(shape_right) == 2:  # one product over all rows, not one a stack to be summed
             return product(_rows(left).T, _rows(g)).reshape(shape_b)
         return unbroadcast(product(left.swapaxes(-1, -2), g), shape_right).reshape(shape_b)
 

@@ -12,6 +12,7 @@ from jobs import ROOT
 from minigrad import ops
 
 PACKAGES = ("minigrad", "distributed", "pipeline")
+FOLDERS = (*PACKAGES, "examples", "benchmarks", "tests", "docs")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,23 @@ def test_the_page_of_ops_begins_with_all_of_them(site: Path) -> None:
     page = (site / "api" / "ops.html").read_text()
     table = page[: page.index("</table>")]
     assert re.findall(r"<code>(\w+)\(.*?\)</code></a>", table) == ops.__all__
+
+
+def test_a_file_that_a_page_or_a_docstring_names_is_there() -> None:
+    tracked = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    known = {"/".join(path.parts[i:]) for path in tracked for i in range(len(path.parts))}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in pages + sources
+        for name in re.findall(r"`([\w./-]+\.(?:py|cu))`", path.read_text())
+    }
+    assert len(named) > 100
+    assert {(page, name) for page, name in named if name not in known} == {
+        ("docs/how-to.md", "case.py"),  # a reader's own
+        ("docs/tutorial.md", "mine.py"),
+    }
 
 
 @pytest.mark.parametrize("package", PACKAGES)
