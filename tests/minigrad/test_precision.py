@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import minigrad as mg
+from minigrad.autodiff.vjps import WeightVjp
 from minigrad.flat import FlatBuffer
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.optim import SGD, AdamW, Optimizer, clip_by_global_norm
@@ -149,7 +150,7 @@ def test_vjps_of_weights_write_and_add_in_float32(name: str, precision: str) -> 
     mg.backward_with_grad(getattr(mg, name)(*wide), g.astype(np.float64))
     tested = 0
     for vjp, exact in zip(y.node.vjps, wide, strict=False):
-        if isinstance(vjp, mg.vjps.WeightVjp):
+        if isinstance(vjp, WeightVjp):
             out = np.full(exact.shape, np.nan, np.float32)
             vjp.write(g, out, False)
             np.testing.assert_allclose(out, exact.grad, rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ everything at once, and where it waits for an event its host waits. Nothing wait
 from __future__ import annotations
 
 import ctypes
+import itertools
 import queue
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 PATIENCE = 10.0
+_UNIQUE_IDS = itertools.count()  # over all tests, as a communicator of one is not to be found by another
 
 
 class ndarray(np.ndarray):  # noqa: N801  # CuPy's name
@@ -179,20 +181,13 @@ class NcclCommunicator:
 
 def install(monkeypatch: Any) -> ModuleType:
     """Let this be CuPy for a test."""
-    ids = iter(range(1 << 30))
-    lock = threading.Lock()
-
-    def get_unique_id() -> int:
-        with lock:
-            return id(monkeypatch) * (1 << 30) + next(ids)
-
     cupy, cuda, nccl = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.nccl")
     names = ("empty", "zeros", "ones", "full", "asarray", "empty_like", "where", "isnan")
     cupy.__dict__.update({name: _on_gpu(getattr(np, name)) for name in names}, ndarray=ndarray, cuda=cuda)
     cupy.__dict__.update(asnumpy=lambda array: np.array(array))
     nccl.__dict__.update(
         NcclCommunicator=NcclCommunicator,
-        get_unique_id=get_unique_id,
+        get_unique_id=lambda: next(_UNIQUE_IDS),
         get_version=lambda: 22800,
         available=True,
         groupStart=lambda: None,
