@@ -139,7 +139,7 @@ class ReplicationSettings(HybridSettings):
     bucket_mb: float | None = flag(
         None,
         "MiB of gradients that are reduced together, while the backward goes on; auto, or 0, measures link and model "
-        "at each start and chooses (default: a sixteenth of all, from 0.25 to 25)",
+        "at each start and chooses (default: a sixteenth of all, from 0.5 to 25)",
         "{auto,MIB}",
         bounds=Bounds(at_least=0, at_most=MOST),
         words={"auto": 0.0},

@@ -103,6 +103,7 @@ def test_only_last_ones():
 
 def test_a_model_is_cut_into_enough_buckets_to_overlap_something(monkeypatch):
     monkeypatch.setattr(planning, "EDGE_BUCKET_BYTES", 2 * ELEMENT_BYTES)
+    monkeypatch.setattr(planning, "LEAST_BUCKET_BYTES", 2 * ELEMENT_BYTES)
     params = [Parameter(np.zeros(4), f"p{i}") for i in range(32)]
     sizes = [len(bucket.range.params) for bucket in GradientBucketManager(params, SoloCommunicator()).buckets]
     assert sizes == [1, 1, *[2] * 14, 1, 1]

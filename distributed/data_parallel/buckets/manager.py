@@ -52,7 +52,7 @@ class GradientBucketManager:
         params: parameters, or triples, in model order: backward finishes them in reverse.
         comm: the ranks to average over; every rank gives the same layout.
         bucket_bytes: a bucket is closed when the next gradient would exceed this; one gradient may be larger. None: a
-            sixteenth of all gradients, within 256 KiB and 25 MiB.
+            sixteenth of all gradients, within 512 KiB and 25 MiB.
         last: parameters among `params` that are final only after the backward; each gets a bucket, at the end.
         comm_hook: how a bucket travels; the same on every rank.
         recorder: notes when a bucket is under way.

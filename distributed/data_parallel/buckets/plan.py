@@ -16,13 +16,14 @@ from minigrad.parameter import Parameter
 
 MOST_BUCKET_BYTES = 25 << 20  # where nobody has asked for another size
 EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
-MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than an edge: one bucket hides nothing
+LEAST_BUCKET_BYTES = 512 << 10  # of the others, where nobody has asked: launching 256 KiB costs more than it hides
+MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than that: one bucket hides nothing
 
 
 def default_bucket_bytes(params: Sequence[Parameter]) -> int:
     """Return how large a bucket of this model may become where nobody says it."""
     share_bytes = sum(p.data.nbytes for p in params) // MIN_NUM_BUCKETS
-    return min(MOST_BUCKET_BYTES, max(EDGE_BUCKET_BYTES, share_bytes))
+    return min(MOST_BUCKET_BYTES, max(LEAST_BUCKET_BYTES, share_bytes))
 
 
 def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[Parameter] = ()) -> list[FlatRange]:
