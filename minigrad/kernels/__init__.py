@@ -109,7 +109,8 @@ def describe_gpu() -> str:
     """Return what GPU arrays get that machines differ in: for a start line."""
     from minigrad.kernels.attention import cudnn_attention
 
-    attention = "cuDNN" if cudnn_attention.is_available() else "products (nvidia-cudnn-frontend is not installed)"
+    reason = cudnn_attention.why_not()
+    attention = f"products ({reason})" if reason else "cuDNN"
     half = f"half precision attention by {attention}"
     return half + (", float32 products and attention in TF32" if uses_tf32() else "")
 

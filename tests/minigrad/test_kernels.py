@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import minigrad as mg
 from minigrad import kernels
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of, kernels_of_runs, reference
+from minigrad.kernels.attention import cudnn_attention
 from minigrad.models import GPT, GPTConfig
 from minigrad.ops.attention import attend
 from minigrad.optim import AdamW, Optimizer
@@ -545,3 +548,17 @@ print(cpu._gelu_tanh.stats.cache_path)
     result = run(refuse + PROGRAM.replace('assert "numba" not in sys.modules', ""))
     assert (result.returncode, result.stdout) == (0, "None\nTrue True\n"), result.stderr
     assert result.stderr.count("numba finds no folder to keep compiled kernels in") == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(91900, "by cuDNN"), (91400, "by products (cuDNN 91400 is older than 91900)")]
+)
+def test_attention_of_an_old_cudnn_is_made_of_products(
+    monkeypatch: pytest.MonkeyPatch, version: int, said: str
+) -> None:
+    cudnn: Any = ModuleType("cudnn")
+    cudnn.__spec__, cudnn.backend_version = ModuleSpec("cudnn", None), lambda: version
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    monkeypatch.setattr(cudnn_attention, "why_not", cudnn_attention.why_not.__wrapped__)
+    assert said in kernels.describe_gpu()
+    assert cudnn_attention.takes((2, 64, 3 * 128), 4) == (version == 91900)

@@ -1,8 +1,8 @@
 """Causal attention in one piece, by NVIDIA's cuDNN: it never writes T x T numbers.
 
 It reads queries, keys and values out of the packed (B, T, 3, H, d) array by strides, and writes their gradients into
-one: nothing is moved. Needs the package nvidia-cudnn-frontend; without it, and for shapes that cuDNN does not take,
-attention is composed of products, as on a CPU.
+one: nothing is moved. Needs the package nvidia-cudnn-frontend and a recent cuDNN; without them, and for shapes that
+cuDNN does not take, attention is composed of products, as on a CPU.
 
 Source: Dao et al. 2022 (FlashAttention); NVIDIA, cuDNN frontend documentation, "Attention".
 """
@@ -24,19 +24,25 @@ from minigrad.kernels.gpu_launch import workspace
 _LARGEST_HEAD = 128
 _ALIGNMENT_BYTES = 16
 SUMS = ("ordered", "any")  # MINIGRAD_ATTENTION_SUMS
+_OLDEST_CUDNN = 91900  # 9.19; inside a captured graph 9.14 was seen to end in an illegal address
 
 
 @functools.cache
-def is_available() -> bool:
-    """Return whether the package is installed."""
-    return importlib.util.find_spec("cudnn") is not None
+def why_not() -> str:
+    """Return why no attention is cuDNN's: the package is missing, or finds an older cuDNN than was tried; else ""."""
+    if importlib.util.find_spec("cudnn") is None:
+        return "nvidia-cudnn-frontend is not installed"
+    import cudnn
+
+    version = cudnn.backend_version()
+    return "" if version >= _OLDEST_CUDNN else f"cuDNN {version} is older than {_OLDEST_CUDNN}"
 
 
 def takes(shape: tuple[int, ...], num_heads: int) -> bool:
     """Return whether cuDNN computes attention of half precision in this shape."""
     batch, time, width3 = shape
     head = width3 // (3 * num_heads)
-    return batch > 0 and time > 1 and head % 8 == 0 and 0 < head <= _LARGEST_HEAD and is_available()
+    return batch > 0 and time > 1 and head % 8 == 0 and 0 < head <= _LARGEST_HEAD and not why_not()
 
 
 def causal_attention(qkv: Array, num_heads: int) -> tuple[Array, Callable[[Array], Array]]:
