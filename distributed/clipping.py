@@ -9,7 +9,7 @@ Where gradients are exact sums (`data_parallel/buckets/exact.py`) their norm is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,14 +17,11 @@ import numpy as np
 
 from distributed.comm.communicator import Array, Communicator
 from distributed.comm.solo import SoloCommunicator
-from minigrad.backend import xp_of
 from minigrad.flat import grads_of
-from minigrad.optim.clipping import check_max_norm, grad_norm, scale_to_norm
+from minigrad.optim.clipping import check_max_norm, exact_square_sums, grad_norm, scale_to_norm
 from minigrad.parameter import Parameter, check_usable
 
 NUM_TERMS = 3  # of an exact sum: it is right to 159 bits below its first one
-_BLOCK = 1 << 13  # squares that are added up together: they stay in the cache
-_GPU_BLOCK = 1 << 20
 
 
 @runtime_checkable
@@ -90,7 +87,7 @@ class PartNorm(NamedTuple):
     @staticmethod
     def exact(grads: Iterable[Array]) -> PartNorm:
         """Measure gradients, (n,) each, so that it does not show how they are cut into arrays."""
-        return PartNorm(0.0, _expansion([part for grad in grads for part in _square_sums(grad)]))
+        return PartNorm(0.0, _expansion(exact_square_sums(grads)))
 
     def over(self, comm: Communicator) -> PartNorm:
         """Return that of what all ranks have together. Collective."""
@@ -185,37 +182,6 @@ class NormOverRanks:
 
     def add_up(self, squares: Array) -> None:
         self.part.comm.allreduce(squares).wait()
-
-
-def _square_sums(grad: Array) -> Iterator[float]:
-    """Yield numbers that add up to the sum of squares, (n,), whatever it is cut into.
-
-    The square of a number of 24 bits is a float64 without rounding. Of a block of squares the highest bits, as many as
-    leave room for the carries of their sum, are taken off and added up without rounding, then the next ones. What is
-    left, at least 64 bits under the largest square, is added up as it comes.
-
-    Source: Rump, Ogita and Oishi 2008, Accurate floating-point summation part I, section 3 (ExtractVector).
-    """
-    xp = xp_of(grad)
-    length = _BLOCK if xp is np else _GPU_BLOCK
-    carry_bits = length.bit_length()
-    squares, highs, ones = xp.empty(length), xp.empty(length), xp.ones(length)
-    for start in range(0, grad.size, length):
-        block = grad[start : start + length]
-        rest, high, one = squares[: block.size], highs[: block.size], ones[: block.size]
-        xp.multiply(block, block, out=rest, dtype=np.float64)
-        largest = float(rest.max())
-        if not 0 < largest < math.inf:  # nan too
-            yield largest
-            continue
-        cut = 2.0 ** (math.frexp(largest)[1] + carry_bits)
-        for _ in range(2):
-            xp.add(rest, cut, out=high)
-            high -= cut
-            rest -= high
-            yield float(high @ one)  # in any order, as nothing is rounded
-            cut *= 2.0 ** (carry_bits - 53)
-        yield float(rest @ one)
 
 
 def _expansion(values: Sequence[float]) -> tuple[float, ...]:

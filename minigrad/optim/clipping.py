@@ -67,6 +67,11 @@ def _square_sum(grads: Iterable[Array]) -> float:
     return sum((kernels_of(grad).square_sum(grad) for grad in grads), 0.0)
 
 
+def exact_square_sums(grads: Iterable[Array]) -> list[float]:
+    """Return numbers that add up to the sum of squares of float32, however it is cut into arrays, (n,) each."""
+    return [part for grad in grads for part in kernels_of(grad).exact_square_sums(grad)]
+
+
 def scale_to_norm(params: Iterable[Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`.
 

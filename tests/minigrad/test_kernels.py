@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -124,6 +125,7 @@ CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
         *(0.9, 0.999, 1e-3, 1e-8, 0.99),
     ],
     "square_sum": lambda x, m, n: [x(m * n)],
+    "exact_square_sums": lambda x, m, n: [x(m * n)],
     **{f"quantize {bits}": partial(quantize_args, bits) for bits in (8, 4)},
     **{f"add_dequantized {bits}": partial(dequantize_args, bits) for bits in (8, 4)},
 }
@@ -562,3 +564,14 @@ def test_attention_of_an_old_cudnn_is_made_of_products(
     monkeypatch.setattr(cudnn_attention, "why_not", cudnn_attention.why_not.__wrapped__)
     assert said in kernels.describe_gpu()
     assert cudnn_attention.takes((2, 64, 3 * 128), 4) == (version == 91900)
+
+
+@pytest.mark.parametrize("mode", ["numpy", "numba"])
+def test_exact_square_sums_do_not_show_how_numbers_are_cut(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    use_kernels(mode, monkeypatch)
+    generator = np.random.default_rng(0)
+    x = (generator.standard_normal(40_000) * 2.0 ** generator.integers(-30, 30, 40_000)).astype(np.float32)
+    exact = math.fsum((x.astype(np.float64) ** 2).tolist())
+    for cuts in ([], [5000], [1, 17_000, 30_011]):
+        pieces = np.split(x, cuts)
+        assert math.fsum(part for piece in pieces for part in kernels_of(piece).exact_square_sums(piece)) == exact

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from minigrad.backend import Array
 from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous
+from minigrad.kernels.updates import reference
+from minigrad.kernels.updates.reference import EXACT_BLOCK
 
-__all__ = ["adamw", "sgd", "square_sum"]
+__all__ = ["adamw", "exact_square_sums", "sgd", "square_sum"]
+
+_INFINITY = 0x7F800000  # the bits of a float32
 
 
 @compiled(EXACT)
@@ -56,3 +62,52 @@ def _square_sum(g: Array) -> float:
 
 def square_sum(g: Array) -> float:
     return float(_square_sum(contiguous(g)))
+
+
+@compiled(EXACT)
+def _highest(bits: Array) -> int:
+    """Return the largest magnitude's bits, of float32: whole numbers compare as fast as they are read."""
+    top = bits[0] & 0x7FFFFFFF
+    for i in range(bits.size):
+        top = max(top, bits[i] & 0x7FFFFFFF)
+    return top
+
+
+@compiled(EXACT)
+def _split_squares(g: Array, cut: float, next_cut: float, first: Array, second: Array, rest: Array) -> None:
+    for i in range(g.size):
+        v = np.float64(g[i])
+        square = v * v
+        high = (square + cut) - cut
+        left = square - high
+        low = (left + next_cut) - next_cut
+        first[i] = high
+        second[i] = low
+        rest[i] = left - low
+
+
+@compiled(SUMS)
+def _sum(values: Array) -> float:
+    total = 0.0
+    for i in range(values.size):
+        total += values[i]
+    return total
+
+
+def exact_square_sums(g: Array) -> list[float]:
+    if g.dtype != np.float32:
+        return reference.exact_square_sums(g)
+    g, sums = contiguous(g), list[float]()
+    bits, carry_bits = g.view(np.int32), EXACT_BLOCK.bit_length()
+    parts = np.empty((3, EXACT_BLOCK))
+    for start in range(0, g.size, EXACT_BLOCK):
+        block = g[start : start + EXACT_BLOCK]
+        top = int(_highest(bits[start : start + EXACT_BLOCK]))
+        if top == 0 or top >= _INFINITY:
+            sums.append(0.0 if top == 0 else math.inf if top == _INFINITY else math.nan)
+            continue
+        cut = 2.0 ** (2 * ((top >> 23) - 126) + carry_bits)  # squares are below the power of 2
+        first, second, rest = parts[:, : block.size]
+        _split_squares(block, cut, cut * 2.0 ** (carry_bits - 53), first, second, rest)
+        sums += _sum(first), _sum(second), _sum(rest)
+    return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import numpy as np
 from minigrad.backend import Array, widened, xp_of
 from minigrad.kernels.common import BLOCK
 
-__all__ = ["adamw", "adamw_step", "scale", "sgd", "square_sum"]
+__all__ = ["adamw", "adamw_step", "exact_square_sums", "scale", "sgd", "square_sum"]
+
+EXACT_BLOCK = 1 << 13  # squares that are added up together: they stay in the cache
+_GPU_BLOCK = 1 << 20
 
 
 def sgd(w: Array, g: Array, velocity: Array | None, lr: float, momentum: float, weight_decay: float) -> None:
@@ -79,6 +83,38 @@ def square_sum(g: Array) -> float:
         part = g[start : start + block].astype(np.float64, copy=False)
         total += float(xp.vdot(part, part))
     return total
+
+
+def exact_square_sums(g: Array) -> list[float]:
+    """Return numbers that add up to the sum of squares of float32, whatever it is cut into.
+
+    The square of a number of 24 bits is a float64 without rounding. Of a block of squares the highest bits, as many as
+    leave room for the carries of their sum, are taken off and added up without rounding, then the next ones. What is
+    left, at least 64 bits under the largest square, is added up as it comes.
+
+    Source: Rump, Ogita and Oishi 2008, Accurate floating-point summation part I, section 3 (ExtractVector).
+    """
+    xp, sums = xp_of(g), list[float]()
+    length = EXACT_BLOCK if xp is np else _GPU_BLOCK
+    carry_bits = length.bit_length()
+    squares, highs, ones = xp.empty(length), xp.empty(length), xp.ones(length)
+    for start in range(0, g.size, length):
+        block = g[start : start + length]
+        rest, high, one = squares[: block.size], highs[: block.size], ones[: block.size]
+        xp.multiply(block, block, out=rest, dtype=np.float64)
+        largest = float(rest.max())
+        if not 0 < largest < math.inf:  # nan too
+            sums.append(largest)
+            continue
+        cut = 2.0 ** (math.frexp(largest)[1] + carry_bits)
+        for _ in range(2):
+            xp.add(rest, cut, out=high)
+            high -= cut
+            rest -= high
+            sums.append(float(high @ one))  # in any order, as nothing is rounded
+            cut *= 2.0 ** (carry_bits - 53)
+        sums.append(float(rest @ one))
+    return sums
 
 
 def scale(g: Array, factor: float) -> None:
