@@ -107,6 +107,14 @@ class GPTSteps:
         """Share out gradients too."""
         return self._loop(zero=2)
 
+    def clipped(self) -> Step:
+        """Take a norm too: what exact sums are measured against."""
+        return self._loop(max_norm=1.0)
+
+    def exact(self) -> Step:
+        """Likewise, with sums and a norm that show no layout."""
+        return self._loop(max_norm=1.0, sums="exact")
+
     def joined(self) -> Step:
         """Ask in each step whether other ranks have batches left."""
         return self._joined(has_batches=True)
@@ -134,20 +142,23 @@ class GPTSteps:
 
         return step
 
-    def _loop(self, **options: Any) -> Step:
+    def _loop(self, max_norm: float | None = None, **options: Any) -> Step:
         """Return a step without a trainer."""
         model = GPT(self.config)
         ddp = DistributedDataParallel(model, self.comm, **options)
         optimizer = ddp.optimizer(AdamW(LEARNING_RATE))
         held = sum(p.data.nbytes for p in model.parameters()) + ddp.buckets.grad_bytes
         held += sum(state.array.nbytes for _, state in optimizer.state_slices())
-        self.bytes["early" if "step_early" in options else f"zero{options['zero']}" if options else "plain"] = held
+        kind = "early" if "step_early" in options else f"zero{options['zero']}" if "zero" in options else options.get("sums", "plain")
+        self.bytes[kind] = held
 
         def step() -> None:
             optimizer.zero_grad()
             loss = cross_entropy(model(self.x), self.y)
             backward_with_hooks(loss, ddp.hooks(num_samples=len(self.x)))
             ddp.wait()
+            if max_norm is not None:
+                ddp.clip_by_global_norm(max_norm)
             optimizer.step()
 
         return step
