@@ -149,7 +149,8 @@ class GPTSteps:
         optimizer = ddp.optimizer(AdamW(LEARNING_RATE))
         held = sum(p.data.nbytes for p in model.parameters()) + ddp.buckets.grad_bytes
         held += sum(state.array.nbytes for _, state in optimizer.state_slices())
-        kind = "early" if "step_early" in options else f"zero{options['zero']}" if "zero" in options else options.get("sums", "plain")
+        plain = options.get("sums", "plain")
+        kind = "early" if "step_early" in options else f"zero{options['zero']}" if "zero" in options else plain
         self.bytes[kind] = held
 
         def step() -> None:
