@@ -83,6 +83,7 @@ class CapturedStep:
             inputs: arrays of the host or of the GPU.
         Raises:
             RuntimeError: the step does something that cannot be captured: says what, and where.
+            MemoryError: the GPU has no room for what the step keeps.
         """
         key: Any = tuple([(x.shape, x.dtype.str) for x in inputs])
         if self._gather is not None:
@@ -144,7 +145,7 @@ class CapturedStep:
                     shape.graph = self._stream.end_capture()
                 except BaseException as error:
                     self._abandon()
-                    if not isinstance(error, Exception):
+                    if isinstance(error, MemoryError) or not isinstance(error, Exception):
                         raise
                     raise RuntimeError(
                         f"this step cannot be captured in a CUDA graph: {_what_failed(error, self._step)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -276,6 +277,7 @@ class TrainSettings(
             "--exact": self.exact,
             f"--check-every {self.check_every}": self.check_every > 0,
             f"--dtype {self.dtype}": self.dtype != "float32",
+            "MINIGRAD_KERNELS=numpy": os.environ.get("MINIGRAD_KERNELS") == "numpy",
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 

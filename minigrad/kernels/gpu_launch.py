@@ -23,6 +23,7 @@ THREADS = 256
 _FEWEST_PARTS, _MOST_PARTS, _PART_BLOCKS = 32, 128, 660
 _PART_COLUMNS = 256  # of a block
 _MOST_COUNTERS = 1 << 12
+_NO_MEMORY = 2  # of CUDA's errors
 try:
     cp: Any = cupy()
 except ModuleNotFoundError:  # nobody calls what is here, but it can be read
@@ -119,8 +120,9 @@ def _counters(device: int, stream: int, thousands: int) -> Array:
 
     Kernels of one stream run one after the other. Of no pool: they outlive every graph.
     """
-    with cp.cuda.using_allocator(None):
-        return cp.zeros(thousands * _MOST_COUNTERS, np.uint32)
+    counters = outside_pools(thousands * _MOST_COUNTERS, np.uint32)
+    counters.fill(0)
+    return counters
 
 
 def _landed(total: Array, out: Array, add: bool) -> Array:
@@ -140,6 +142,31 @@ def add_up_parts(parts: Array, out: Array, add: bool) -> None:
         _landed(total, out, add)
 
 
+def outside_pools(size: int, dtype: Any) -> Array:
+    """Return an uninitialised array, (size,), in memory of no pool.
+
+    Where the GPU has none left, CuPy's own pool gives back what nobody uses.
+
+    Raises:
+        MemoryError: it has none even then.
+    """
+    cuda = cp.cuda
+    with cuda.using_allocator(None):
+        try:
+            return cp.empty(size, dtype)
+        except cuda.runtime.CUDARuntimeError as error:
+            if error.status != _NO_MEMORY:
+                raise
+        cp.get_default_memory_pool().free_all_blocks()
+        try:
+            return cp.empty(size, dtype)
+        except cuda.runtime.CUDARuntimeError as error:
+            if error.status != _NO_MEMORY:
+                raise
+            num_bytes = size * np.dtype(dtype).itemsize
+            raise MemoryError(f"the GPU has no room for {num_bytes:,} bytes outside of CuPy's pools") from error
+
+
 def workspace(num_bytes: int) -> Array:
     """Return memory of the current stream for a library to scribble in.
 
@@ -149,8 +176,7 @@ def workspace(num_bytes: int) -> Array:
     blocks = _workspaces(cp.cuda.Device().id, cp.cuda.get_current_stream().ptr)
     found = next((block for block in blocks if block.nbytes >= num_bytes), None)
     if found is None:
-        with cp.cuda.using_allocator(None):
-            found = cp.empty(num_bytes, np.uint8)
+        found = outside_pools(num_bytes, np.uint8)
         blocks.append(found)
     return found
 

@@ -1,5 +1,8 @@
 """Gradients in few bits: against a plain reference, and the bound on what is kept."""
 
+from types import SimpleNamespace
+
+import fake_cupy
 import numpy as np
 import pytest
 
@@ -122,3 +125,10 @@ def test_what_was_sent_differs_from_what_was_true_by_what_is_kept_alone(ranks, d
 def test_what_is_no_format_is_refused():
     with pytest.raises(ValueError, match=r"gradients can be sent as int8, .*, got 'int3'"):
         ErrorFeedback("int3")
+
+
+def test_gradients_of_a_gpu_are_refused_in_a_format_that_it_does_not_have(monkeypatch):
+    """CuPy would say "Unsupported dtype" in the middle of the first step."""
+    part = SimpleNamespace(grad=fake_cupy.install(monkeypatch).zeros(8, np.float32), start=0, stop=8)
+    with pytest.raises(ValueError, match=r"of a GPU can be sent as int8, int4, .*bfloat16, got 'float8_e4m3fn'"):
+        ErrorFeedback("float8_e4m3fn")._new_memory(part, 0, 2)

@@ -230,7 +230,8 @@ def test_the_learning_rate_and_the_rule_are_as_the_flags_say() -> None:
 
 
 @needs_mpirun
-def test_a_step_becomes_a_graph_where_nothing_goes_through_the_host() -> None:
+def test_a_step_becomes_a_graph_where_nothing_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINIGRAD_KERNELS", raising=False)
     mpi, nccl = "Open MPI 5.0", "Open MPI 5.0 and NCCL 2.28"
     settings = TrainSettings(device="cuda", dp=2)
     assert train_gpt.becomes_graph(settings, 2, nccl)
@@ -240,6 +241,8 @@ def test_a_step_becomes_a_graph_where_nothing_goes_through_the_host() -> None:
     assert not train_gpt.becomes_graph(replace(settings, dropout=0.1), 1, nccl)
     with pytest.raises(ValueError, match=r"--graph on of 2 replicas needs NCCL .*, got messages by Open MPI 5\.0$"):
         train_gpt.becomes_graph(replace(settings, graph="on"), 2, mpi)
+    monkeypatch.setenv("MINIGRAD_KERNELS", "numpy")  # whose optimizer asks the GPU
+    assert not train_gpt.becomes_graph(settings, 1, nccl)
 
 
 def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(tiny: list[str], tmp_path: Path) -> None:

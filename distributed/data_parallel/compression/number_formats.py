@@ -23,6 +23,7 @@ from minigrad.kernels import kernels_of
 WHOLE = {"int8": 8, "int4": 4}
 FLOATS = {"float8_e4m3fn": 448.0, "float16": 1.0, "bfloat16": 1.0}
 NUMBER_FORMATS = (*WHOLE, *FLOATS)
+GPU_FORMATS = tuple(name for name in NUMBER_FORMATS if name != "float8_e4m3fn")  # which CuPy does not know
 MOST_IN_BLOCK = 256  # numbers
 _ALIGNED = 16  # numbers: blocks are multiples, so that rows of messages begin at whole words
 
