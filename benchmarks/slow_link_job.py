@@ -97,20 +97,21 @@ class Training:
 
     Args:
         num_steps: of the run, for the learning rate.
+        seed: of the weights and of the samples.
     """
 
-    def __init__(self, method: Method, comm: Communicator, num_steps: int) -> None:
+    def __init__(self, method: Method, comm: Communicator, num_steps: int, seed: int = 0) -> None:
         self._comm = comm
         tokens, self._validation = split(load_tokens(None), context=CONFIG.context)
         self._data = TokenBatches(
             tokens,
             batch_size=comm.size * BATCH_OF_A_RANK,
             context=CONFIG.context,
-            seed=0,
+            seed=seed,
             rank=comm.rank,
             size=comm.size,
         )
-        self._model = GPT(CONFIG, seed=0)
+        self._model = GPT(CONFIG, seed=seed)
         floor = FLOOR * LEARNING_RATE
         rate = warmup_cosine(LEARNING_RATE, num_steps=num_steps, num_warmup_steps=num_steps // 10, floor=floor)
         rule = AdamW(rate, betas=(0.9, 0.99), weight_decay=0.1)

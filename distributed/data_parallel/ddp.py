@@ -150,13 +150,13 @@ class DistributedDataParallel:
         Args:
             num_samples: of this rank in this step. Ranks hold consecutive samples.
             weight: over how many things the loss of this rank is the mean, where these are no samples: the tokens
-                whose target counts. num_samples by default; given on all ranks or on none.
+                whose target counts, 0 where none does. num_samples by default; given on all ranks or on none.
             mean_over: where this backward is the last of some that add up: the weight of a loss that is taken as it
                 is; each other one is multiplied by its own weight over this. `weight` by default: one loss alone.
         Raises:
-            ValueError: num_samples is below 1 on some rank, or a weight is not above 0 and finite; the same message
-                on every rank.
-            RuntimeError: the last backward is not over.
+            ValueError: num_samples is below 1 on some rank, or a weight is negative or not finite, or all are 0; the
+                same message on every rank.
+            RuntimeError: the last backward is not over. Or another rank has left this step out, in `join`.
         """
         if mean_over is not None or (weight is not None and self.comm.size > 1):
             check_told_again("the weight of a loss", by_shapes=False)
@@ -239,6 +239,7 @@ class DistributedDataParallel:
 
         Raises:
             ValueError: the model is part of a pipeline, whose stages need all their micro-batches.
+            RuntimeError: a rank has left a step out; the same message on every rank.
         """
         if self._part.comm.size > 1:
             raise ValueError("join is for replicas in one process each: in a pipeline all ranks need as many batches")

@@ -33,12 +33,13 @@ class LossTrainer(Trainer, ABC):
         Args:
             loss: the mean over this rank's samples, or over `weight` things.
             num_samples: how many they are: ranks and accumulated losses weigh by it. Equal by default.
-            weight: what they weigh by instead, such as the number of tokens whose target counts.
+            weight: what they weigh by instead, such as the number of tokens whose target counts; 0 is fine where
+                another loss of the step has more, on any rank.
             num_tokens: for the speed.
         Returns:
             None while gradients are accumulated.
         Raises:
-            ValueError: num_samples is below 1, or weight is not above 0 and finite.
+            ValueError: num_samples is below 1, or a weight is negative or not finite, or all are 0.
             FloatingPointError: too many steps in a row were not finite; the same on every rank.
         """
 

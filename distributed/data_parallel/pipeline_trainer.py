@@ -93,7 +93,7 @@ class PipelineTrainer(Trainer):
 
         def contribute(factor: float, hooks: Hooks | None) -> float:
             # A micro-batch's backward then starts from its weight over that of the step's first batch.
-            factors = Hooks(mean_over=self._open.weights[0])
+            factors = Hooks(mean_over=self._open.unit)
             return self._pipe.step(x, y, hooks=factors if hooks is None else hooks + factors, weights=weights)
 
         return self._take(contribute, num_samples, weight, num_tokens)

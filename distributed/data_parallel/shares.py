@@ -12,6 +12,7 @@ from distributed.comm.communicator import Array
 
 NOT_GIVEN = -math.inf  # what travels for a weight that a rank leaves out
 NO_SAMPLES = -sys.float_info.max  # what travels for the weight of a rank that takes part without samples
+NEXT_BATCH = NO_SAMPLES / 2  # what travels in place of a weight where `ddp.join` asks who has batches left
 
 
 def count(num_samples: int, weight: float | None) -> Array:
@@ -50,8 +51,10 @@ class Share(NamedTuple):
         Args:
             counts: (size, 2), what `count` gives on each rank.
         Raises:
-            ValueError: a rank has no sample, or a weight that is not above 0 and finite, or some give none.
+            ValueError: a rank has no sample, or a weight that is negative or not finite, or some give none, or all 0.
+            RuntimeError: a rank has left this step out, and is at its next batch.
         """
+        check_all_in_step(counts)
         num_samples, weights = counts[:, 0].astype(int).tolist(), counts[:, 1].tolist()
         here = [r for r, weight in enumerate(weights) if weight != NO_SAMPLES]
         if not here:
@@ -61,9 +64,29 @@ class Share(NamedTuple):
         if all(weights[r] == NOT_GIVEN for r in here):
             weights = list(num_samples)
         weights = [weight if r in here else 0.0 for r, weight in enumerate(weights)]
-        if not all(0 < weights[r] < math.inf for r in here):
-            given = [None if weight == NOT_GIVEN else weight for weight in weights]
-            raise ValueError(f"every rank needs a weight above 0 and finite, or none does, got {given} by rank")
         total = math.fsum(weights)
+        if not all(0 <= weights[r] < math.inf for r in here) or not total:
+            given = [None if weight == NOT_GIVEN else weight for weight in weights]
+            raise ValueError(
+                "weights must be at least 0 and finite, and one of them above 0, and every rank needs one or none "
+                f"does, got {given} by rank"
+            )
         is_even = all(weight / total == 1 / len(weights) for weight in weights)
         return Share(sum(num_samples[:rank]), weights[rank], total, is_even)
+
+
+def check_all_in_step(counts: Array) -> None:
+    """Raise where some ranks tell what they have in a step, and others are at their next batch in `ddp.join`.
+
+    Args:
+        counts: of all ranks.
+    Raises:
+        RuntimeError: so it is; the same message on every rank.
+    """
+    is_next = counts[:, 1] == NEXT_BATCH
+    if is_next.any() != is_next.all():
+        where = ["the next item" if each else "a step" for each in is_next]
+        raise RuntimeError(
+            "in ddp.join all ranks step with every item, by ddp.hooks(...) where it is a batch and by "
+            f"reduce_no_samples() where it is None; some left a step out: by rank they are at {', '.join(where)}"
+        )

@@ -94,7 +94,7 @@ class _Accumulated:
     """What the losses of the step under way have brought so far.
 
     Attributes:
-        weights: of the losses; a loss weighs by its own over the first one's.
+        weights: of the losses; a loss's gradients are taken times its own over `unit`.
         loss_sum: of the losses, each times its weight.
         num_samples, num_tokens: of all losses.
     """
@@ -103,6 +103,11 @@ class _Accumulated:
     num_samples: int = 0
     loss_sum: float = 0.0
     num_tokens: int = 0
+
+    @property
+    def unit(self) -> float:
+        """The weight of a loss whose gradients are taken as they are: the first one's, so that one alone is."""
+        return next(iter(self.weights), 0.0) or 1.0
 
 
 class Trainer:
@@ -237,7 +242,7 @@ class Trainer:
             counts = self._count()
             if not counts.any():
                 return None
-            hooks = self.ddp.hooks_for(counts, mean_over=next(iter(self._open.weights), None))
+            hooks = self.ddp.hooks_for(counts, mean_over=self._open.unit)
             mark_ready([p for p in self.ddp.params if p.has_grad], hooks)
             return self._step()
 
@@ -267,16 +272,16 @@ class Trainer:
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         weight = num_samples if weight is None else weight
-        if not 0 < weight < math.inf:
-            raise ValueError(f"weight must be above 0 and finite, got {weight}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be at least 0 and finite, got {weight}")
         step = self._open
         with self._given_up_on_error():
             step.weights.append(weight)
             step.num_samples += num_samples
             step.num_tokens += num_tokens
             is_last = len(step.weights) == self.config.grad_accum_steps
-            hooks = self.ddp.hooks_for(self._count(), mean_over=step.weights[0]) if is_last else None
-            step.loss_sum += contribute(weight / step.weights[0], hooks) * weight
+            hooks = self.ddp.hooks_for(self._count(), mean_over=step.unit) if is_last else None
+            step.loss_sum += contribute(weight / step.unit, hooks) * weight
             return self._step() if is_last else None
 
     def _count(self) -> Array:
@@ -287,7 +292,7 @@ class Trainer:
         self.ddp.wait()
         exposed = time.perf_counter() - before_wait
         own = self._open
-        sums = np.array([own.loss_sum / sum(own.weights) * self.ddp.share, own.num_tokens])
+        sums = np.array([own.loss_sum / (sum(own.weights) or 1) * self.ddp.share, own.num_tokens])
         with self.recorder.span("wait", "loss"):
             loss, num_tokens = self.ddp.comm.allreduce(sums).wait().tolist()
         norm = self.ddp.clip_by_global_norm(self.config.max_grad_norm)

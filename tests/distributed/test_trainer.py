@@ -16,7 +16,7 @@ from distributed.data_parallel.trainer import TrainingConfig
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import MLP
 from minigrad.nn import Module
-from minigrad.optim import AdamW, Optimizer, clip_by_global_norm
+from minigrad.optim import SGD, AdamW, Optimizer, clip_by_global_norm
 
 NUM_STEPS = 4
 TRAINERS = [DistributedTrainer, BucketedTrainer]
@@ -423,9 +423,44 @@ def test_the_mean_over_tokens_that_count_is_that_of_one_process(ranks, kind):
     ranks.run(program)
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, np.inf, np.nan])
-def test_a_loss_of_no_weight_is_refused_before_any_work(weight):
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_loss_in_which_nothing_counts_weighs_nothing(ranks, kind, empty):
+    batches = token_batches(ranks.size)
+    for parts in batches[-1:]:  # the last rank's, whose loss of `empty` is over nothing; with one rank its only one
+        parts[empty][1][:] = IGNORED
+    x, y = (np.concatenate([part[i] for parts in batches for part in parts]) for i in range(2))
+
+    def made():
+        return MLP([3, 8, 5], seed=0, dtype=np.float64)
+
+    model = made()
+    loss = token_loss(model, x, y)
+    mg.backward(loss)
+
+    def program(comm):
+        replica = made()
+        trainer = kind(replica, comm, TrainingConfig(rule=SGD(0.0), grad_accum_steps=2))
+        for x, y in batches[comm.rank]:
+            weight = int((y != IGNORED).sum())
+            own = mg.cross_entropy(replica(x), y, ignore_index=IGNORED, reduction="sum") / max(1, weight)
+            metrics = trainer.backward_and_step(own, num_samples=len(x), weight=weight)
+        assert metrics.loss == pytest.approx(loss.item(), rel=1e-12)
+        assert metrics.grad_norm == pytest.approx(clip_by_global_norm(model.parameters(), np.inf), rel=1e-12)
+
+    ranks.run(program)
+
+
+def test_a_step_in_which_nothing_counts_anywhere_is_refused_before_any_work():
     trainer = SimpleTrainer(Line(), TrainingConfig())
-    with pytest.raises(ValueError, match=f"weight must be above 0 and finite, got {weight}"):
+    with pytest.raises(ValueError, match=r"one of them above 0, .* got \[0\.0\] by rank"):
+        trainer.backward_and_step(trainer.ddp.model([1.0]), weight=0)
+    assert trainer.ddp.model.w.grad is None
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.inf, np.nan])
+def test_a_weight_that_cannot_be_one_is_refused_before_any_work(weight):
+    trainer = SimpleTrainer(Line(), TrainingConfig())
+    with pytest.raises(ValueError, match=f"weight must be at least 0 and finite, got {weight}"):
         trainer.backward_and_step(trainer.ddp.model([1.0]), weight=weight)
     assert trainer.ddp.model.w.grad is None
