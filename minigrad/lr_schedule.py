@@ -33,7 +33,9 @@ def warmup_cosine(
     def lr(step: int) -> float:
         if step < num_warmup_steps:
             return peak * (step + 1) / num_warmup_steps
-        progress = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
+        if step >= num_steps:
+            return floor
+        progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
         return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
 
     return lr

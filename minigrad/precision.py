@@ -97,6 +97,8 @@ class LossScale(StepGuard):
         value: of the factor at first; a power of two from 1 to `MAX_SCALE`, so that it rounds nothing.
         growth_steps: so many good steps in a row double it.
         max_in_a_row: see `StepGuard`; by default as many more as it takes to halve the largest factor down to 1.
+    Raises:
+        ValueError: value is no such power, growth_steps is below 1, or as `StepGuard`.
     """
 
     most = MAX_SCALE
@@ -109,6 +111,10 @@ class LossScale(StepGuard):
         max_in_a_row: int = MAX_SKIPPED_IN_A_ROW + int(math.log2(MAX_SCALE)),
     ) -> None:
         super().__init__(max_in_a_row)
+        if not 1 <= value <= MAX_SCALE or math.frexp(value)[0] != 0.5:
+            raise ValueError(f"the factor of a loss must be a power of two from 1 to 2**24, got {value}")
+        if growth_steps < 1:
+            raise ValueError(f"growth_steps must be at least 1, got {growth_steps}")
         self.growth_steps = growth_steps
         self._state: Array = np.array([value, 0, 0, 0], np.float32)  # `LossScale` in gpu.cu
 
@@ -187,7 +193,7 @@ class LossScale(StepGuard):
         value, num_good, num_skipped, num_in_a_row = to_host(self._state).tolist()
         if not good:
             new = (max(value / 2, 1.0), 0, num_skipped + 1, num_in_a_row + 1)
-        elif num_good + 1 == self.growth_steps:
+        elif num_good + 1 >= self.growth_steps:  # more, where a run goes on with another number
             new = (min(value * 2, self.most), 0, num_skipped, 0)
         else:
             new = (value, num_good + 1, num_skipped, 0)

@@ -733,7 +733,7 @@ struct LossScale {
     skipped += !taken;
     good = taken ? good + 1 : 0;
     if (!taken) factor = fmaxf(factor / 2, 1);
-    else if (good == growth_steps) factor = fminf(factor * 2, most), good = 0;
+    else if (good >= growth_steps) factor = fminf(factor * 2, most), good = 0;
   }
 };
 extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, LossScale* scale, float growth_steps,

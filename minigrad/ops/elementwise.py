@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from minigrad.arguments import as_dtype
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
@@ -161,9 +160,9 @@ def astype(x: Array, /, dtype: Any) -> tuple[Array, tuple[Vjp]]:
     Args:
         dtype: as NumPy names it: `np.float64`, `"float16"`.
     Raises:
-        TypeError: it is not floating point: integers have no derivative.
+        TypeError: it is not floating point: integers have no derivative. Or nothing here computes with it.
     """
-    before, after = x.dtype, np.dtype(dtype).newbyteorder("=")
+    before, after = x.dtype, as_dtype(dtype)
     if after.kind not in "fV":
         raise TypeError(f"astype keeps a tensor differentiable: the dtype must be floating point, got {after}")
     return x.astype(after), (lambda g: g.astype(before),)

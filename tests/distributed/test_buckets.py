@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed import GradientBucketManager, SoloCommunicator
+from distributed import DistributedDataParallel, GradientBucketManager, SoloCommunicator
 from distributed.data_parallel.buckets import plan as planning
 from distributed.data_parallel.buckets.plan import plan_buckets
-from minigrad import FlatBuffer, Parameter
+from minigrad import FlatBuffer, Parameter, backward_with_hooks
 
 ELEMENT_BYTES = 8
 
@@ -337,3 +337,48 @@ def test_an_unknown_name_is_refused():
         manager.mark_ready("nobody")
     with pytest.raises(KeyError, match="nobody"):
         manager.grad("nobody")
+
+
+# A gradient that is there from the step before
+
+
+class Heads:
+    """Two weights, of which a loss reaches one."""
+
+    def __init__(self):
+        self.a, self.b = (Parameter(np.ones(5, np.float32), name) for name in "ab")
+
+    def parameters(self):
+        return [self.a, self.b]
+
+
+KINDS = [{}, {"sums": "exact"}, {"zero": 1}, {"zero": 1, "sums": "exact"}, {"zero": 2}, {"step_early": True}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_is_reduced_already_is_not_added_up_again(ranks, kind):
+    # A step that resets some gradients and reaches those alone sent the others once more. An exact sum, which nobody
+    # weights anew, came out as often as there are ranks, and one of shards (zero=1) was of what lay beside them.
+    def program(comm):
+        model = Heads()
+        ddp = DistributedDataParallel(model, comm, **kind)
+
+        def step(p):
+            p.grad = None
+            backward_with_hooks((p * (1.0 + comm.rank)).sum(), ddp.hooks(num_samples=1))
+            ddp.wait()
+
+        model.b.requires_grad = False
+        step(model.a)
+        if kind != {"zero": 2} or comm.size == 1:  # which has a place for sums that go on, and adds zeros
+            model.b.requires_grad = True
+            with pytest.raises(RuntimeError, match="a second reduction of 'a': its grad is "):
+                step(model.b)
+            ddp.cancel()
+        model.a.requires_grad, model.b.requires_grad = False, True
+        step(model.b)
+        return {name: grad[0] for name, grad in ddp.buckets.whole_grads().items()}
+
+    mean = (1 + ranks.size) / 2
+    kept = mean if kind == {"zero": 2} and ranks.size > 1 else 0.0
+    assert ranks.run(program) == [{"a": kept, "b": mean}] * ranks.size

@@ -119,6 +119,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "load_state_dict": lambda a: nn.Linear(nn.ParamGetter(), 2, 1, bias=False).load_state_dict({"weight": a}),
     "init": lambda a: nn.ParamGetter()("w", (2,), lambda generator, shape: a),
     "value_and_grad": lambda a: mg.value_and_grad(mg.sum)(a),
+    "astype": lambda a: mg.astype(mg.Tensor(np.ones(2)), a.dtype),
 }
 
 

@@ -319,8 +319,8 @@ def tied(x: mg.Tensor, table: mg.Tensor, w: mg.Tensor) -> mg.Tensor:
 
 @net(x=(4, 3), w=(3, 3), v=(3, 3))
 def cast(x: mg.Tensor, w: mg.Tensor, v: mg.Tensor) -> mg.Tensor:
-    wide = mg.astype(w, dtype=np.longdouble)
-    return (mg.tanh(x @ wide) @ wide.T @ mg.astype(mg.exp(v), dtype=np.longdouble)).sum()
+    wide = mg.astype(w, dtype=np.float64)
+    return (mg.tanh(x @ wide) @ wide.T @ mg.astype(mg.exp(v), dtype=np.float64)).sum()
 
 
 @net(x=(4, 3), w=(3, 3), b=(3,))
@@ -356,7 +356,7 @@ def number(x: mg.Tensor) -> mg.Tensor:
 
 @net(x=(4, 3), frozen=(3, 3), a=(3, 1), b=(1, 3))
 def low_rank(x: mg.Tensor, frozen: mg.Tensor, a: mg.Tensor, b: mg.Tensor) -> mg.Tensor:
-    return mg.tanh(x @ (mg.astype(frozen, dtype=np.longdouble) + a @ b)).sum()
+    return mg.tanh(x @ (mg.astype(frozen, dtype=np.float64) + a @ b)).sum()
 
 
 @net(x=(2, 5, 4), w0=(4, 12), w1=(4, 12), out0=(4, 4), out1=(4, 4), gain=(4,), bias=(4,))
@@ -423,10 +423,10 @@ IDS = np.array([0, 1, 2, 2])
         (lambda x, w: w @ x.T, ["matmul", "transpose"], ["matmul"]),
         (lambda x, w: mg.linear(x, w, w[0]), ["linear"], ["linear", "linear", "getitem"]),
         (lambda x, w: x @ w.T, ["matmul"], ["matmul", "transpose"]),
-        (lambda x, w: x @ mg.astype(w, dtype=np.longdouble), ["matmul"], ["matmul", "astype"]),
+        (lambda x, w: x @ mg.astype(w, dtype=np.float64), ["matmul"], ["matmul", "astype"]),
         (lambda x, w: x @ (2 * w @ w), ["matmul"], ["matmul", "matmul", "matmul", "mul"]),
         (
-            lambda x, w: x @ (mg.astype(FROZEN, dtype=np.longdouble) + w @ w),
+            lambda x, w: x @ (mg.astype(FROZEN, dtype=np.float64) + w @ w),
             ["matmul"],
             ["matmul", "add"] + 2 * ["matmul"],
         ),

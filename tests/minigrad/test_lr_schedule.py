@@ -30,8 +30,8 @@ def test_without_warmup_it_starts_at_the_peak() -> None:
 @pytest.mark.parametrize("num_warmup_steps", [0, 5])
 def test_a_run_of_warmup_only_has_no_cosine(num_warmup_steps: int) -> None:
     lr = warmup_cosine(1.0, num_steps=num_warmup_steps, num_warmup_steps=num_warmup_steps)
-    assert lr(num_warmup_steps) == 1.0
-    assert lr(num_warmup_steps + 1) == 0.0
+    assert [lr(step) for step in range(num_warmup_steps)] == [(step + 1) / 5 for step in range(num_warmup_steps)]
+    assert lr(num_warmup_steps) == lr(num_warmup_steps + 1) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_what_it_cannot_train_is_refused():
         Optimizer(parameters(b=(3,)), Muon(0.1, chooses=lambda p: True))
     with pytest.raises(ValueError, match="num_iterations must be at least 1, got 0"):
         Muon(num_iterations=0)
+    assert Muon(num_iterations=1, momentum=0.0).num_iterations == 1
     with pytest.raises(ValueError, match=r"momentum must be from 0 to below 1, got 1\.0"):
         Muon(momentum=1.0)
     with pytest.raises(TypeError, match="Muon takes a learning rate"):

@@ -261,6 +261,25 @@ def test_steps_with_gradients_that_are_not_finite_are_skipped_and_counted() -> N
     assert (other.value, other.num_skipped) == (2.0, 2)
 
 
+def test_a_loss_scale_grows_on_where_a_run_goes_on_with_fewer_growth_steps() -> None:
+    # It compared for equality: with more good steps behind it than it wants it would never have doubled again.
+    scale = LossScale(growth_steps=4)
+    assert scale.update(1.0)
+    assert scale.update(1.0)
+    other = LossScale(growth_steps=2)
+    other.load_state_dict(scale.state_dict())
+    assert other.update(1.0)
+    assert other.value == 2 * scale.value
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, -2.0, 3.0, 2 * MAX_SCALE, np.inf, np.nan])
+def test_a_loss_scale_is_a_power_of_two(value: float) -> None:
+    with pytest.raises(ValueError, match=r"the factor of a loss must be a power of two from 1 to 2\*\*24, got"):
+        LossScale(value)
+    with pytest.raises(ValueError, match="growth_steps must be at least 1, got 0"):
+        LossScale(growth_steps=0)
+
+
 def test_a_loss_scale_ends_a_run_that_no_factor_can_save() -> None:
     """It halved 1 to 1 for ever, and a run whose weights were nan went on skipping steps to its end."""
     scale = LossScale(value=MAX_SCALE)

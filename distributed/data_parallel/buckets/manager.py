@@ -161,15 +161,25 @@ class GradientBucketManager:
             if p not in self._bucket_of:
                 rule = f"backward reaches {p.label}, which is not among the parameters to reduce"
                 raise ValueError(self._message(rule))
-            if p.hold is not None and not p.hold.open:
-                p.refuse_grad("backward into")
         used = set(reached)
+        for p in self.params:
+            if p.hold is not None and not p.hold.open:
+                self._open_again(p, is_reached=p in used)
         self._begin(share, [p in used or self._was_reached(p) for p in self.params], is_even=is_even)
         for p in self._bucket_of.keys() - reached:
             self._close(p)
         if reached:  # or it is no backward, and shows no order
             self.order.completed = [bucket.number for bucket in self.buckets if not bucket.pending]
         self._launch_complete()
+
+    def _open_again(self, p: Parameter, *, is_reached: bool) -> None:
+        """Refuse a gradient that is reduced already: the sum over ranks would count it once for each of them.
+
+        Of a frozen parameter it is of an earlier step, and travels as zeros.
+        """
+        if is_reached or p.requires_grad:
+            p.refuse_grad("backward into" if is_reached else "a second reduction of")
+        p.grad = None
 
     def _begin(self, share: float | None, reached: Sequence[bool], *, is_even: bool) -> None:
         """Expect the gradients; `reached` says of each parameter whether this rank adds to it, or has."""
