@@ -62,8 +62,8 @@ def backward_with_hooks(
         on_grad_ready: called with each of them when its gradient is final, between two vjps.
         between_ops: called after each op.
     """
-    if on_start or on_grad_ready or between_ops:
-        hooks = (hooks or Hooks()) + Hooks(on_start, on_grad_ready, between_ops)
+    if any(hook is not None for hook in (on_start, on_grad_ready, between_ops)):
+        hooks = _hooks(hooks) + Hooks(on_start, on_grad_ready, between_ops)
     backward_with_grad(loss, hooks=hooks)
 
 
@@ -76,7 +76,7 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
             a sequence with one for each.
         hooks: see `Hooks`.
     """
-    to_the_end(backward_steps(output, grad, hooks=hooks or Hooks()))
+    to_the_end(backward_steps(output, grad, hooks=_hooks(hooks)))
 
 
 def backward_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[None]:
@@ -104,7 +104,7 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
     Returns:
         What is left to do, for `backward_weight`.
     """
-    return to_the_end(backward_input_steps(output, grad, hooks=hooks or Hooks()))
+    return to_the_end(backward_input_steps(output, grad, hooks=_hooks(hooks)))
 
 
 def backward_input_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[DeferredGrads]:
@@ -140,6 +140,7 @@ def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks:
         RuntimeError: called twice with the same `deferred`.
     """
     halves = (deferred,) if isinstance(deferred, DeferredGrads) else deferred
+    hooks = _hooks(hooks)
     tapes: list[list[Node]] = []
     cotangents: dict[Node, Array] = {}
     versions: set[Version] = set()
@@ -151,7 +152,6 @@ def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks:
         cotangents |= half.cotangents
         half.cotangents.clear()
         versions |= half.versions
-    hooks = hooks or Hooks()
     with hooks.told_of_errors():
         to_the_end(walk(side_by_side(tapes), cotangents, hooks, versions))
 
@@ -171,6 +171,7 @@ def reached_parameters(output: Output) -> list[Parameter]:
     `output` is one tensor, or several.
     """
     outputs = (output,) if isinstance(output, Tensor) else output
+    _check_tensors(outputs)
     nodes = dict.fromkeys(node for x in outputs if x.requires_grad for node in collect(_node(x)))
     return list(parameter_uses(leaf_uses(sorted(nodes, key=node_order, reverse=True))))
 
@@ -202,6 +203,7 @@ def _root(output: Output, grad: Any, share: float) -> tuple[Node, Array]:
     """
     if isinstance(output, Tensor):
         return _node(output), _scaled(_seed(output, grad), share)
+    _check_tensors(output)
     if not output or grad is None or len(grad) != len(output):
         raise ValueError(
             f"backward of {len(output)} outputs needs as many grads, got {0 if grad is None else len(grad)}"
@@ -211,6 +213,18 @@ def _root(output: Output, grad: Any, share: float) -> tuple[Node, Array]:
     parents = tuple([x.node or x for x in output])
     joined = Node("outputs", parents, tuple(constant(g) for g in seeds), (), seeds[0].dtype, weight_side)
     return joined, seeds[0]  # the cotangent of the joining node itself is never read
+
+
+def _hooks(hooks: Hooks | None) -> Hooks:
+    if hooks is not None and not isinstance(hooks, Hooks):
+        raise TypeError(f"hooks must be Hooks, got {hooks!r}; a function of your own is on_grad_ready=...")
+    return hooks or Hooks()
+
+
+def _check_tensors(outputs: Any) -> None:
+    if not isinstance(outputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in outputs):
+        found = [type(x).__name__ for x in outputs] if isinstance(outputs, (list, tuple)) else type(outputs).__name__
+        raise TypeError(f"a backward starts from a Tensor, or from several, got {found}")
 
 
 def _scaled(g: Array, share: float) -> Array:

@@ -30,13 +30,15 @@ def value_and_grad(
         Takes what `function` takes, arrays in those places; gives the value, 0-d, and one gradient, or a tuple of them.
         An argument that the value does not depend on has a gradient of zeros.
     Raises:
-        ValueError: the value is not a scalar.
+        ValueError: the value is not a scalar, or there is no such argument.
     """
     one = as_int(argnums)
     wanted: tuple[int, ...] = tuple(argnums) if one is None else (one,)  # type: ignore[arg-type]
 
     @functools.wraps(function)
     def both(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
+        if any(not -len(args) <= i < len(args) for i in wanted):
+            raise ValueError(f"value_and_grad: argnums must be places of arguments, got {argnums} for {len(args)}")
         inputs = list(args)
         for i in wanted:
             inputs[i] = Tensor(args[i].data if isinstance(args[i], Tensor) else args[i], requires_grad=True)

@@ -37,7 +37,8 @@ def check_vjp(
     ]
     floats = [x for x, is_array in zip(args, arrays, strict=True) if is_array]
     if not floats or any(x.dtype != np.float64 for x in floats):
-        raise TypeError("check_vjp differentiates float64 arrays, and needs at least one")
+        given = ", ".join(str(getattr(x, "dtype", type(x).__name__)) for x in args) or "no arguments"
+        raise TypeError(f"check_vjp differentiates float64 arrays, and needs at least one, got {given}")
     xp = xp_of(floats[0])
     generator = np.random.default_rng(seed)
 

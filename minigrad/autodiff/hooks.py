@@ -33,6 +33,12 @@ class Hooks:
     weight: float | None = None
     mean_over: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("on_start", "on_grad_ready", "between_ops", "on_error"):
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise TypeError(f"{name} must be a function, got {hook!r}")
+
     @property
     def share(self) -> float:
         """What a backward's cotangent is multiplied by."""

@@ -149,11 +149,19 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
                 side = False
             if side is not None and weight_side is not False:
                 weight_side = side
+        if weight_side is None and all(isinstance(x, (int, float)) for x in arrays):
+            arrays = [np.asarray(x) for x in arrays]  # numbers alone have no dtype beside them to go by
         seen = None
-        if hook is None:
-            y, vjps = function(*arrays, **kwargs)
-        else:
-            y, vjps, seen = hook.forward(name, function, arrays, kwargs)
+        try:
+            if hook is None:
+                y, vjps = function(*arrays, **kwargs)
+            else:
+                y, vjps, seen = hook.forward(name, function, arrays, kwargs)
+        except AttributeError as error:
+            for i, x in enumerate(arrays):
+                if error.obj is x and isinstance(x, (int, float)):
+                    raise TypeError(f"{name} needs an array as argument {i}, got the number {x}") from error
+            raise
         if type(y) is not np.ndarray and xp_of(y) is np:
             y = np.asarray(y)  # reductions give scalars
         node = None

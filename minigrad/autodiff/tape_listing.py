@@ -38,7 +38,12 @@ class Tape:
         """List the tape of `output`, oldest op first.
 
         A residual that several ops keep counts once, at the oldest.
+
+        Raises:
+            TypeError: it is no Tensor.
         """
+        if not isinstance(output, Tensor):
+            raise TypeError(f"a tape is of a Tensor, got {type(output).__name__}")
         counted: set[int] = set()
         entries = []
         for node in reversed(collect(output.node) if output.node is not None else []):

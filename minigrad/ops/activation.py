@@ -6,6 +6,7 @@ from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
+from minigrad.ops.operands import in_floats
 
 
 @op
@@ -17,6 +18,7 @@ def relu(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
+@in_floats
 def leaky_relu(x: Array, *, slope: float = 0.01) -> tuple[Array, tuple[Vjp]]:
     """Take x where x > 0, else slope x. d/dx = 1 or slope (at 0 too)."""
     y, d = kernels_of(x).leaky_relu(x, slope)
@@ -24,6 +26,7 @@ def leaky_relu(x: Array, *, slope: float = 0.01) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
+@in_floats
 def sigmoid(x: Array) -> tuple[Array, tuple[Vjp]]:
     """Apply the logistic function, y = 1 / (1 + exp(-x)). d/dx = y (1 - y)."""
     kernels = kernels_of(x)
@@ -32,6 +35,7 @@ def sigmoid(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
+@in_floats
 def silu(x: Array) -> tuple[Array, tuple[Vjp]]:
     """Take y = x s, s the logistic function. d/dx = s + y (1 - s), on a CPU the residual."""
     kernels = kernels_of(x)
@@ -40,6 +44,7 @@ def silu(x: Array) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
+@in_floats
 def gelu(x: Array, *, exact: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Apply the GELU: y = x P(x), P the normal distribution function, or by default its tanh form.
 
@@ -56,6 +61,7 @@ def gelu(x: Array, *, exact: bool = False) -> tuple[Array, tuple[Vjp]]:
 
 
 @op
+@in_floats
 def softplus(x: Array) -> tuple[Array, tuple[Vjp]]:
     """Take log(1 + exp(x)). d/dx is the logistic function."""
     kernels = kernels_of(x)

@@ -17,6 +17,7 @@ from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Joint, Vjp
 from minigrad.backend import Array, widened, xp_of
 from minigrad.kernels import kernels_of
+from minigrad.ops.operands import in_floats
 
 Backward = Callable[[Array, Array, Array, Array], None]  # backward(g, dq, dk, dv) writes into all but g
 
@@ -26,6 +27,7 @@ _QUERY_BLOCK, _CAUSAL_QUERY_BLOCK, _CAUSAL_QUERY_BLOCK_ON_GPU = 256, 64, 256
 
 
 @op
+@in_floats
 def scaled_dot_product_attention(
     q: Array, k: Array, v: Array, *, causal: bool = False, mask: Array | None = None
 ) -> tuple[Array, Joint]:
@@ -46,7 +48,8 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, section 3.2.1; the form of ds: Dao et al. 2022, appendix B.2.
     """
     xp = xp_of(q)
-    if (*q.shape[:-2], q.shape[-1]) != (*k.shape[:-2], k.shape[-1]) or k.shape[:-1] != v.shape[:-1]:
+    queries_fit = (*q.shape[:-2], q.shape[-1:]) == (*k.shape[:-2], k.shape[-1:])
+    if min(q.ndim, k.ndim, v.ndim) < 2 or not queries_fit or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"attention: q (..., T, d), k (..., S, d) and v (..., S, e) do not fit, got {q.shape}, {k.shape}, {v.shape}"
         )
@@ -69,6 +72,7 @@ def scaled_dot_product_attention(
 
 
 @op
+@in_floats
 def causal_attention(qkv: Array, *, num_heads: int) -> tuple[Array, tuple[Vjp]]:
     """Attend to this and earlier positions, in each head, with queries, keys and values of one array.
 
@@ -79,8 +83,10 @@ def causal_attention(qkv: Array, *, num_heads: int) -> tuple[Array, tuple[Vjp]]:
     Returns:
         (B, T, C).
     Raises:
-        ValueError: the width is not divisible by num_heads.
+        ValueError: qkv has no three axes, or the width is not divisible by num_heads.
     """
+    if qkv.ndim != 3 or num_heads < 1:
+        raise ValueError(f"attention: qkv must be (B, T, 3 C), num_heads at least 1, got {qkv.shape} and {num_heads}")
     batch, time, width3 = qkv.shape
     head = width3 // (3 * num_heads)
     if head * 3 * num_heads != width3:

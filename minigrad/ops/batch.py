@@ -12,7 +12,7 @@ from collections.abc import Callable
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp, WeightVjp
 from minigrad.backend import Array, widened, xp_of
-from minigrad.ops.operands import put
+from minigrad.ops.operands import in_floats, put
 
 Gather = Callable[[Array], Array]  # (n,) -> (num_parts, n): that of each part of the batch, alike for all of them
 
@@ -23,6 +23,7 @@ def alone(own: Array) -> Array:
 
 
 @op
+@in_floats
 def batch_norm(
     x: Array,
     gain: Array,
@@ -46,12 +47,15 @@ def batch_norm(
         weight: gives that of this part's loss; the number of its values a channel by default.
         note: called with mean and var (without Bessel's correction), and how many values they are over.
     Raises:
-        ValueError: x has no axis of channels, or the batch has less than two values a channel.
+        ValueError: the shapes do not fit, or the batch has less than two values a channel.
     Source: Ioffe and Szegedy 2015, algorithm 1. Parts: Chan et al. 1979, Updating formulae, equation 1.5.
     """
     xp = xp_of(x)
-    if x.ndim < 2 or x.shape[1:2] != gain.shape:
-        raise ValueError(f"batch_norm needs x of shape (B, C, ...) for a gain of {gain.shape}, got {x.shape}")
+    if x.ndim < 2 or not x.shape[1:2] == gain.shape == bias.shape:
+        raise ValueError(
+            "batch_norm: x (B, C, ...), gain (C,) and bias (C,) do not fit, "
+            f"got {x.shape}, {gain.shape} and {bias.shape}"
+        )
     axes = (0, *range(2, x.ndim))
     along = (1, -1, *(1,) * (x.ndim - 2))  # the shape of what there is one of a channel
     own_count = math.prod(x.shape[axis] for axis in axes)

@@ -1,28 +1,51 @@
-"""Sums of products, written in letters: `einsum(a, b, subscripts="ij,jk->ik")`."""
+"""Sums of products, written in letters: `einsum("ij,jk->ik", a, b)`."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
 from minigrad.ops.operands import fit_one, half_in_float32, in_floating_dtype
+from minigrad.tensor import Tensor
 
 
+def _letters_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let an op of subscripts take them in front of its operands too, as NumPy's does."""
+
+    @functools.wraps(function)
+    def called(*operands: Any, **options: Any) -> Tensor:
+        if operands and isinstance(operands[0], str) and "subscripts" not in options:
+            options["subscripts"], *arrays = operands
+        else:
+            arrays = list(operands)
+        letters = options.get("subscripts")
+        if not arrays or not isinstance(letters, str):
+            raise TypeError(f'einsum is called as einsum("ij,jk->ik", a, b), got {letters!r} and {len(arrays)} arrays')
+        return function(*arrays, **options)
+
+    return called
+
+
+@_letters_first
 @op
 @half_in_float32
 def einsum(*operands: Array, subscripts: str) -> tuple[Array, tuple[Vjp, ...]]:
-    """Multiply the operands and sum over the letters that the output lacks.
+    """Multiply the operands and sum over the letters that the output lacks: `einsum("ij,jk->ik", a, b)`.
 
     The gradient of an operand is an einsum too: of g and the other operands, into this operand's letters. Two kinds of
     letter need more: one that stands nowhere else was summed out, and the gradient repeats along it; one that comes
     twice is a diagonal, and the gradient is 0 off it.
 
     Args:
-        subscripts: as NumPy's, with the output written out and without "..."; each letter has one length.
+        subscripts: as NumPy's, with the output written out and without "..."; each letter has one length. In front of
+            the operands, or by name.
     Raises:
         ValueError: the subscripts do not fit the operands.
+        TypeError: they are no letters.
     """
     xp = xp_of(operands[0])
     inputs, output, lengths = _parse(subscripts, operands)

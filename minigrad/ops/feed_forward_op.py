@@ -9,10 +9,11 @@ from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp, WeightVjp
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.ops.operands import fit_one, given_beside, in_floating_dtype, pass_on
+from minigrad.ops.operands import fit_one, given_beside, in_floating_dtype, in_floats, pass_on
 
 
 @op
+@in_floats
 def feed_forward(
     x: Array, w1: Array, b1: Array, w2: Array, b2: Array, beside: Array | None = None, *, exact: bool = False
 ) -> tuple[Array, tuple[Vjp, ...]]:

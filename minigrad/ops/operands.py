@@ -51,7 +51,11 @@ def in_floating_dtype(*arrays: Array) -> list[Array]:
     floating = [x.dtype for x in arrays if x.dtype.kind not in "iub"]
     if not floating or len(floating) == len(arrays):
         return list(arrays)
-    dtype = np.result_type(*floating)
+    return _all_floating(arrays, np.result_type(*floating))
+
+
+def _all_floating(arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Array]:
+    """Return the arrays, those of integers or booleans in `dtype`."""
     return [x.astype(dtype) if x.dtype.kind in "iub" else x for x in arrays]
 
 
@@ -147,6 +151,22 @@ def select(condition: Array, a: Any, b: Any, dtype: np.dtype[Any]) -> Array:
     return xp_of(condition).where(condition, a, b).astype(dtype, copy=False)
 
 
+def in_floats(function: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
+    """Let an op's function have integers and booleans in the floating dtype of its other arrays, or in float64.
+
+    It is for functions whose result is no integer: in the dtype of their input it would be cut to one.
+    """
+
+    @functools.wraps(function)
+    def floating(*arrays: Array, **kwargs: Any) -> tuple[Array, Any]:
+        for x in arrays:
+            if x.dtype.kind in "iub":
+                return function(*_all_floating(in_floating_dtype(*arrays), np.dtype(np.float64)), **kwargs)
+        return function(*arrays, **kwargs)
+
+    return floating
+
+
 def half_in_float32(function: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
     """Let an op's function compute in float32, forward and backward, where all its arrays are of one half dtype."""
 
@@ -170,11 +190,15 @@ def axes_of(name: str, x: Array, axis: int | Sequence[int] | None) -> tuple[int,
 
     Raises:
         ValueError: one does not exist, or comes twice.
+        TypeError: one is no integer.
     """
     if axis is None:
         return tuple(range(x.ndim))
     one = as_int(axis)
-    given = tuple([operator.index(i) for i in axis]) if one is None else (one,)  # type: ignore[union-attr]
+    try:
+        given = tuple([operator.index(i) for i in axis]) if one is None else (one,)  # type: ignore[union-attr]
+    except TypeError:
+        raise TypeError(f"{name}: an axis must be an integer, or several, got {axis!r}") from None
     axes = tuple([i + x.ndim if i < 0 else i for i in given])
     if not all(0 <= i < x.ndim for i in axes) or len(set(axes)) < len(axes):
         raise ValueError(f"{name}: axes must be distinct and exist, got {axis} for shape {x.shape}")

@@ -8,7 +8,7 @@ from typing import Any
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
-from minigrad.ops.operands import Axis, add_up, axes_of, half_in_float32, select
+from minigrad.ops.operands import Axis, add_up, axes_of, half_in_float32, in_floats, select
 
 
 class _Reduced:
@@ -118,6 +118,7 @@ def norm(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array,
 
 
 @op
+@in_floats
 @half_in_float32
 def logsumexp(x: Array, /, axis: Axis = None, *, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Take log(sum of exp(x)), stable. d/dx = softmax(x), 0 where all x are -inf.

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from minigrad.arguments import as_array, as_int
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp
@@ -96,15 +98,18 @@ def expand_dims(x: Array, /, axis: int | Sequence[int]) -> tuple[Array, tuple[Vj
 
 
 @op
-def broadcast_to(x: Array, /, shape: Sequence[int]) -> tuple[Array, tuple[Vjp]]:
+def broadcast_to(x: Array, /, shape: int | Sequence[int]) -> tuple[Array, tuple[Vjp]]:
     """Repeat along new axes and axes of length 1. dx = sum of g over the repetitions.
 
     Raises:
         ValueError: x does not broadcast to `shape`.
+        TypeError: a length is no integer.
     """
-    before = x.shape
+    before, one = x.shape, as_int(shape)
     try:
-        y = xp_of(x).broadcast_to(x, tuple(shape))
+        y = xp_of(x).broadcast_to(x, tuple(shape) if one is None else one)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"broadcast_to: a shape is an integer, or several, got {shape!r}") from None
     except ValueError:
         raise ValueError(f"broadcast_to: only axes of length 1 can be repeated, got {before} for {shape}") from None
     return y, (lambda g: unbroadcast(g, before),)
@@ -181,9 +186,15 @@ def pad(x: Array, /, widths: int | Sequence[Sequence[int]], *, value: float = 0.
         widths: how many before and after, a pair for each axis, or one number for all.
     Raises:
         ValueError: there is not one pair for each axis, or a width is negative.
+        TypeError: the widths are neither.
     """
     one = as_int(widths)
-    pairs = [tuple(pair) for pair in widths] if one is None else [(one, one)] * x.ndim  # type: ignore[union-attr]
+    try:
+        pairs = [tuple(pair) for pair in widths] if one is None else [(one, one)] * x.ndim  # type: ignore[union-attr]
+    except TypeError:
+        raise TypeError(f"pad: widths must be a pair for each axis, or one number, got {widths!r}") from None
+    if x.dtype.kind in "iub" and not isinstance(value, complex) and not float(value).is_integer():
+        x = x.astype(np.float64)  # which an integer array would cut
     if len(pairs) != x.ndim or any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
         raise ValueError(f"pad: widths must be a pair >= 0 for each axis, got {widths} for shape {x.shape}")
     inside = tuple(slice(before, before + n) for (before, _), n in zip(pairs, x.shape, strict=True))

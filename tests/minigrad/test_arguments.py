@@ -212,3 +212,126 @@ def test_a_load_that_fails_on_the_last_value_changes_none() -> None:
         model.load_state_dict({"weight": np.zeros((2, 1)), "bias": np.zeros(1, complex)})
     for name, values in model.state_dict().items():
         np.testing.assert_array_equal(values, before[name])
+
+
+# -- numbers and integers in place of arrays of floats ------------------------------------
+
+IDS = np.array([[-3, 0, 2], [1, 5, -1]])
+MASK = np.array([[True, False, True], [False, True, True]])
+ON_INTEGERS: dict[str, Callable[[Any], mg.Tensor]] = {
+    "add_dropout": lambda x: mg.add_dropout(x, x, keep=MASK, rate=0.3),
+    "avg_pool2d": lambda x: mg.avg_pool2d(x[None, None], size=2),
+    "batch_norm": lambda x: mg.batch_norm(x, np.ones(3), np.zeros(3)),
+    "causal_attention": lambda x: mg.causal_attention(x[None], num_heads=1),
+    "conv2d": lambda x: mg.conv2d(x[None, None], np.full((1, 1, 2, 2), 0.5), np.array([0.5])),
+    "dropout": lambda x: mg.dropout(x, keep=MASK, rate=0.3),
+    "feed_forward": lambda x: mg.feed_forward(x, x.T, x[:, 0], x, x[0]),
+    "layer_norm": lambda x: mg.layer_norm(x, x[0], x[1]),
+    "leaky_relu": mg.leaky_relu,
+    "gelu": mg.gelu,
+    "gelu exact": lambda x: mg.gelu(x, exact=True),
+    "log_softmax": mg.log_softmax,
+    "logsumexp": mg.logsumexp,
+    "pad": lambda x: mg.pad(x, 1, value=0.5),
+    "rms_norm": lambda x: mg.rms_norm(x, x[0]),
+    "attention": lambda x: mg.scaled_dot_product_attention(x, x, x),
+    "attention, queries": lambda x: mg.scaled_dot_product_attention(x, 1.0 * x, 1.0 * x),
+    "sigmoid": mg.sigmoid,
+    "silu": mg.silu,
+    "softmax": lambda x: mg.softmax(x, axis=0),
+    "softplus": mg.softplus,
+}
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
+@pytest.mark.parametrize("name", ON_INTEGERS)
+def test_what_is_no_integer_is_not_cut_to_one(name: str, dtype: Any) -> None:
+    # Results were made in the dtype of the input: pixels came out of batch_norm as zeros, and the softmax of bytes,
+    # whose differences wrap around, as nan.
+    x = np.abs(IDS) if dtype == np.uint8 else IDS
+    y = ON_INTEGERS[name](x.astype(dtype))
+    np.testing.assert_allclose(y.data, ON_INTEGERS[name](x.astype(np.float64)).data, rtol=1e-12)
+
+
+def test_integers_beside_floats_take_their_dtype() -> None:
+    gain = mg.Tensor(np.ones(3, np.float32), requires_grad=True)
+    y = mg.batch_norm(IDS, gain, np.zeros(3, np.float32))
+    assert y.dtype == np.float32
+    mg.backward((y * y).sum())
+    np.testing.assert_allclose(gain.grad, [4, 4, 4], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        (lambda: mg.sum(3.0), 3),
+        (lambda: mg.mean(3), 3),
+        (lambda: mg.relu(-2), 0),
+        (lambda: mg.sigmoid(0), 0.5),
+        (lambda: mg.logsumexp(2.0), 2),
+        (lambda: mg.mse(3.0, 1.0), 4),
+        (lambda: mg.reshape(3.0, (1, 1)), [[3]]),
+        (lambda: mg.broadcast_to(3.0, 2), [3, 3]),
+        (lambda: mg.einsum("ij,jk->ik", np.ones((1, 2)), np.ones((2, 1))), [[2]]),
+    ],
+)
+def test_a_number_alone_is_an_array_without_axes(call: Callable[[], mg.Tensor], value: Any) -> None:
+    np.testing.assert_array_equal(call().data, value)
+
+
+M = np.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: mg.Tensor(M) @ 3, TypeError, "matmul needs an array as argument 1, got the number 3"),
+        (lambda: mg.cross_entropy(M, 1), TypeError, "cross_entropy needs an array as argument 1, got the number 1"),
+        (lambda: mg.embedding(M, 1), TypeError, "embedding needs an array as argument 1, got the number 1"),
+        (lambda: mg.embedding(np.ones(3), np.array([0])), ValueError, "embedding: the table must be (V, n), got (3,)"),
+        (lambda: mg.sum(M, axis=1.5), TypeError, "sum: an axis must be an integer, or several, got 1.5"),
+        (lambda: mg.softmax(M, axis=2), ValueError, "softmax: axes must be distinct and exist, got 2"),
+        (
+            lambda: mg.log_softmax(M[:, :0]),
+            ValueError,
+            "log_softmax needs one axis with something along it, got axis -1",
+        ),
+        (lambda: mg.layer_norm(M, M, M), ValueError, "layer_norm: x (..., n), gain (n,) and bias (n,) do not fit"),
+        (lambda: mg.layer_norm(M, M[0], M[:, 0]), ValueError, "got (2, 3), (3,) and (2,)"),
+        (lambda: mg.layer_norm(1.0, 1.0, 1.0), ValueError, "got (), () and ()"),
+        (lambda: mg.rms_norm(M, M), ValueError, "rms_norm: x (..., n) and gain (n,) do not fit, got (2, 3) and (2, 3)"),
+        (lambda: mg.batch_norm(M, M[0], M), ValueError, "do not fit, got (2, 3), (3,) and (2, 3)"),
+        (lambda: mg.causal_attention(M, num_heads=1), ValueError, "attention: qkv must be (B, T, 3 C), num_heads at"),
+        (lambda: mg.causal_attention(M[None], num_heads=0), ValueError, "got (1, 2, 3) and 0"),
+        (lambda: mg.scaled_dot_product_attention(M[0], M[0], M[0]), ValueError, "do not fit, got (3,), (3,), (3,)"),
+        (
+            lambda: mg.dropout(M, keep=MASK, rate=1),
+            ValueError,
+            "dropout: keep must have x's shape and rate be in [0, 1)",
+        ),
+        (lambda: mg.dropout(M, keep=MASK[0], rate=0.5), ValueError, "got (3,) for (2, 3) and 0.5"),
+        (lambda: mg.broadcast_to(M, "ab"), TypeError, "broadcast_to: a shape is an integer, or several, got 'ab'"),
+        (lambda: mg.pad(M, [1, 2]), TypeError, "pad: widths must be a pair for each axis, or one number, got [1, 2]"),
+        (lambda: mg.einsum(M, M), TypeError, 'einsum is called as einsum("ij,jk->ik", a, b), got None and 2 arrays'),
+        (lambda: mg.einsum("ij->i"), TypeError, "got 'ij->i' and 0 arrays"),
+        (
+            lambda: mg.value_and_grad(mg.sum, argnums=1)(M),
+            ValueError,
+            "argnums must be places of arguments, got 1 for 1",
+        ),
+        (lambda: mg.check_vjp(mg.tanh, np.ones(2, np.float32)), TypeError, "at least one, got float32"),
+        (lambda: mg.backward(3.0), TypeError, "a backward starts from a Tensor, or from several, got float"),
+        (lambda: mg.backward_with_grad([mg.Tensor(1.0), 3], [1, 1]), TypeError, "several, got ['Tensor', 'int']"),
+        (lambda: mg.Tape.of(3), TypeError, "a tape is of a Tensor, got int"),
+        (
+            lambda: mg.backward_with_hooks(mg.Tensor(1.0), print),
+            TypeError,
+            "hooks must be Hooks, got <built-in function pr",
+        ),
+        (lambda: mg.Hooks(on_grad_ready=0), TypeError, "on_grad_ready must be a function, got 0"),
+    ],
+)
+def test_what_no_op_can_take_is_named(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
+    # NumPy's words, or "object has no attribute", came from the middle of an op; norms took what broadcast.
+    with pytest.raises(kind, match=re.escape(words)):
+        call()
