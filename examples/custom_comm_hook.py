@@ -9,7 +9,8 @@ as indices and values, and keeps the others, to be added to those of the next st
 bytes, and all gradients get through in the end: after a slower start the digits are read about as well as in
 mlp_digits.py. With --forget a rank drops the others. What is small in every step is then never learned, and the loss
 ends more than twice as high.
-distributed/comm_hooks.py says what a hook must do: leave the same bits on every rank, by the same collectives.
+What a hook must do, leave the same bits on every rank by the same collectives, distributed/data_parallel/comm_hooks.py
+says.
 Source: the memory of Stich et al. 2018 (arXiv 1809.07599).
 """
 

@@ -14,13 +14,14 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 
+from common.settings import RecoverySettings
 from common.text import load_tokens, split
 from distributed import Communicator, DistributedDataParallel, world
 from distributed.data import TokenBatches
 from distributed.recovery import Heal, recovering
+from distributed.run import read_flags, run_script
 from minigrad import backward_with_hooks, cross_entropy
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
@@ -37,15 +38,9 @@ class Training:
 
 
 def main() -> None:
-    parser = ArgumentParser(description="Train a GPT on replicas that may die.")
-    parser.add_argument(
-        "--heal", choices=[how.value for how in Heal], default="replace", help="what becomes of the dead"
-    )
-    for name, default in {"spares": 0, "steps": 600, "batch": 48, "layers": 4, "width": 64, "context": 64}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    settings = parser.parse_args()
+    settings = read_flags(RecoverySettings, __doc__)
     train, _ = split(load_tokens(None), context=settings.context)
-    config = gpt.GPTConfig(256, settings.context, settings.layers, num_heads=4, width=settings.width)
+    config = gpt.GPTConfig(256, settings.context, settings.layers, settings.heads, settings.width)
 
     def build(comm: Communicator) -> Training:
         model = gpt.GPT(config)
@@ -74,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

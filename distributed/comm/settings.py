@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS
 
 
+class LaunchError(RuntimeError):
+    """What started these ranks cannot give them the world that they ask for."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How the communicators of a world behave; the same on every rank.

@@ -15,7 +15,7 @@ from typing import NoReturn
 from distributed.comm.communicator import Communicator
 from distributed.comm.mpi.lifetime import NEWCOMER, starting
 from distributed.comm.outcome import note_end
-from distributed.comm.settings import Settings
+from distributed.comm.settings import LaunchError, Settings
 from distributed.comm.solo import SoloCommunicator
 from distributed.comm.topology import describe_places, this_place
 
@@ -63,7 +63,7 @@ def world(
             a GPU of its own, its current one. They begin and end on the GPU: no rank waits for them on the host, so no
             timeout ends them; a message that nobody sends has one.
     Raises:
-        RuntimeError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs; or
+        LaunchError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs; or
             this MPI cannot do what is asked.
     """
     if not launched_by_mpi():
@@ -85,7 +85,7 @@ def world(
     comm = mpi_world(settings)
     size = launcher_size()
     if comm.size == 1 and size is not None and size > 1:
-        raise RuntimeError(
+        raise LaunchError(
             f"ranks need the launcher of their own MPI, but {_launcher(os.environ)} started {size} ranks and each is "
             f"alone in {comm.library}, which mpi4py loads"
         )

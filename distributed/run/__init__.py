@@ -10,7 +10,7 @@ An application of all three packages, for scripts like those in examples/: nothi
     run.end()
 """
 
-from distributed.run.command_line import read_settings, run_script
+from distributed.run.command_line import read_flags, read_settings, run_script
 from distributed.run.flags import Bounds, check, flag
 from distributed.run.joined_state import JoinedState
 from distributed.run.run import Run
@@ -24,6 +24,7 @@ __all__ = [
     "RunSettings",
     "check",
     "flag",
+    "read_flags",
     "read_settings",
     "run_script",
 ]

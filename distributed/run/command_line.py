@@ -18,16 +18,18 @@ from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest
 from distributed.comm.outcome import RUN, job_folder, read_run
+from distributed.comm.settings import LaunchError
 from distributed.comm.world import exit_together, is_newcomer, launched_by_mpi, launcher_rank, launcher_size, world
-from distributed.run.flags import check, flag_of
+from distributed.run.flags import Settings, check, flag_of
 from distributed.run.settings import RunSettings
 from minigrad.json_files import as_kind, parse_json
 
 S = TypeVar("S", bound=RunSettings)
+F = TypeVar("F", bound=Settings)
 
 GRACE_SECONDS = 3.0  # more than ranks that start together differ by, on a busy machine
 # What a person can mend without reading the code; everything else keeps its traceback.
-EXPECTED = (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError, CheckpointError)
+EXPECTED = (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError, CheckpointError, LaunchError)
 RUNS = Path("runs")
 SETTINGS_FILE = "settings.json"
 CHECKPOINTS = "checkpoints"
@@ -90,6 +92,23 @@ def read_settings(kind: type[S], description: str | None, argv: Sequence[str] | 
             check(settings, launcher_size() or world().size)
     except (ValueError, OSError, CheckpointError) as error:
         fail(f"{error} (flags that are not given are as in {where})" if where is not None else str(error))
+    return settings
+
+
+def read_flags(kind: type[F], description: str | None, argv: Sequence[str] | None = None) -> F:
+    """Read and check the command line of a script that leaves no run behind it.
+
+    It ends the script with one line and exit code 2 if something is wrong with that.
+
+    Args:
+        kind, description, argv: as of `read_settings`.
+    """
+    settings = kind(**vars(parser(kind, description).parse_args(argv)))
+    try:
+        if not is_newcomer():
+            check(settings, launcher_size() or world().size)
+    except ValueError as error:
+        fail(str(error))
     return settings
 
 
@@ -186,7 +205,7 @@ def fail(message: str, *, everywhere: bool = True) -> NoReturn:
     sys.exit(2)
 
 
-def parser(kind: type[RunSettings], description: str | None) -> argparse.ArgumentParser:
+def parser(kind: type[Settings], description: str | None) -> argparse.ArgumentParser:
     """Make a parser that returns only what was given: what was not may come from the run that is resumed."""
     parser = _Parser(
         usage="%(prog)s [--FLAG VALUE ...]",

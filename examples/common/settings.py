@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS
+from distributed.recovery import Heal
 from distributed.run.flags import COUNT, COUNT_OR_NONE, POSITIVE, Bounds, Rule, flag, other_default
 from distributed.run.settings import ReplicaSettings, RunSettings
 from pipeline.schedules.schedule import SCHEDULES, Schedule
@@ -73,6 +74,38 @@ class GPTSingleSettings(GPTSettings):
 @dataclass(frozen=True)
 class GPTReplicaSettings(GPTSettings, ReplicaSettings):
     """Settings of a GPT whose ranks are all replicas."""
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """Settings of a GPT on replicas that may die."""
+
+    heal: str = flag(
+        "replace",
+        "replace starts a new process for one that died, shrink goes on with those that live, spares with one of those "
+        "that wait",
+        choices=tuple(how.value for how in Heal),
+    )
+    spares: int = flag(0, "ranks that wait until one dies", bounds=COUNT_OR_NONE)
+    steps: int = flag(600, "optimizer steps", bounds=COUNT)
+    batch: int = flag(48, "samples in a step, over all ranks", bounds=COUNT)
+    layers: int = flag(4, "transformer blocks", bounds=COUNT)
+    heads: int = flag(4, "attention heads in each block", bounds=COUNT)
+    width: int = flag(64, "features of each token; a multiple of --heads", bounds=COUNT)
+    context: int = flag(64, "tokens that the model sees at a time", bounds=COUNT)
+
+    def rules(self, world_size: int) -> Iterator[Rule]:
+        multiple = f"--width must be a multiple of --heads, got {self.width} and {self.heads}"
+        yield self.width % self.heads == 0, multiple
+        waits = f"--spares are for --heal shrink and spares, got {self.spares} and --heal {self.heal}"
+        yield self.spares == 0 or self.heal != Heal.REPLACE.value, waits
+        few = f"--spares must leave a rank that trains, got {self.spares} of {world_size}"
+        yield self.spares < world_size, few
+        num_replicas = world_size - self.spares
+        yield (
+            self.batch >= num_replicas,
+            f"--batch must hold a sample for each of {num_replicas} ranks, got {self.batch}",
+        )
 
 
 @dataclass(frozen=True)

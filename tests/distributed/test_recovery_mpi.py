@@ -230,12 +230,16 @@ def test_a_bug_ends_the_job(tmp_path):
 
 
 def test_without_the_switch_one_line_says_what_is_missing(tmp_path):
+    # A script said it in a traceback, and ended with 1 as for an error of its own.
     script = tmp_path / "plain.py"
-    script.write_text("from distributed import world\nworld(survive=True)\n")
+    imports = "from distributed import world\nfrom distributed.run import run_script\n"
+    script.write_text(imports + "run_script(lambda: world(survive=True))\n")
     command = [MPIRUN, "-n", "2", sys.executable, "-m", "mpi4py", str(script)]
     result = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
-    assert result.returncode != 0
-    assert "needs Open MPI 5 under `mpirun --with-ft ulfm`, not Open MPI" in result.stderr
+    assert result.returncode == 2
+    line = "plain.py: a world that survives failures needs Open MPI 5 under `mpirun --with-ft ulfm`, which `python -m"
+    assert result.stderr.startswith(line), result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_launcher_of_another_mpi_is_an_error(tmp_path, monkeypatch):
     result = run_job(["-c", "from distributed import world; world()"], ranks=None, cwd=tmp_path)
     assert result.returncode != 0
     rule = (
-        r"RuntimeError: ranks need the launcher of their own MPI, but a launcher of MPICH's kind \(PMI_SIZE\) "
+        r"LaunchError: ranks need the launcher of their own MPI, but a launcher of MPICH's kind \(PMI_SIZE\) "
         r"started 2 ranks and each is alone in Open MPI v\d.*, which mpi4py loads"
     )
     assert re.search(rule, result.stderr)

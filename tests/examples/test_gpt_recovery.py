@@ -10,6 +10,9 @@ import threading
 import pytest
 from jobs import ROOT, environ, survives_deaths
 
+from common.settings import RecoverySettings
+from distributed.run import read_flags
+
 NUM_STEPS = 80  # the kill must come before the end, however late its moment is seen
 SMALL = ["--steps", f"{NUM_STEPS}", "--batch", "8", "--layers", "1", "--width", "16", "--context", "16"]
 
@@ -23,6 +26,30 @@ def test_the_loss_goes_on_as_if_nothing_had_happened() -> None:
     assert [int(line.split()[1][:-1]) for line in steps] == list(range(NUM_STEPS))
     assert len(recoveries) == 1
     assert "source='a living rank'" in recoveries[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--step 3", "unrecognized arguments: --step 3; is it --steps?"),
+        ("--width 65", "--width must be a multiple of --heads, got 65 and 4"),
+        ("--spares 1", "--spares are for --heal shrink and spares, got 1 and --heal replace"),
+        ("--spares 2 --heal shrink", "--spares must leave a rank that trains, got 2 of 2"),
+        ("--batch 1", "--batch must hold a sample for each of 2 ranks, got 1"),
+        ("--heal no", "--heal must be one of replace, shrink, spares, got no"),
+    ],
+)
+def test_wrong_flags_are_one_line(
+    arguments: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # They were a traceback with exit code 1, or taken: no steps, spares that nobody would ever need.
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["gpt_recovery.py"])
+    with pytest.raises(SystemExit) as end:
+        read_flags(RecoverySettings, None, arguments.split())
+    assert (end.value.code, capsys.readouterr().err) == (2, f"gpt_recovery.py: {line}\n")
 
 
 def run(kill_after: int | None) -> tuple[list[str], list[str]]:

@@ -34,6 +34,7 @@ from distributed.comm.outcome import (
     note_begin,
     note_leaving,
 )
+from distributed.comm.settings import LaunchError
 
 _NAP_SECONDS = 1e-3
 # An error in MPI_Init, whose other side is dead, must not end the whole job.
@@ -46,12 +47,13 @@ def check_ulfm(mpi: Any) -> None:
     """Check that this MPI can go on when a rank dies, and was started to.
 
     Raises:
-        RuntimeError: it cannot, or was not.
+        LaunchError: it cannot, or was not.
     """
     if os.environ.get(_SWITCH) != "1" or not hasattr(mpi.Comm, "Shrink"):
         library = mpi.Get_library_version().partition(",")[0]
-        raise RuntimeError(
-            f"a world that survives failures needs Open MPI 5 under `mpirun --with-ft ulfm`, not {library} without it"
+        raise LaunchError(
+            "a world that survives failures needs Open MPI 5 under `mpirun --with-ft ulfm`, which "
+            f"`python -m distributed.recovery -n RANKS SCRIPT` starts, not {library} without it"
         )
 
 
