@@ -1,10 +1,11 @@
-"""A job of `slow_link.py`: replicas that tell each other as little as a method lets them. Rank 0 prints a line of JSON.
+"""A job of `slow_link.py`: replicas that tell each other as little as a method lets them. It prints a line of JSON.
 
-mpirun -n 2 python benchmarks/slow_link_job.py loss plain --steps 600 --folder runs/slow_link --seconds 90
+python benchmarks/slow_link_job.py loss plain --steps 600 --seed 1 --folder runs/slow_link --seconds 90
 benchmarks/two_hosts --rate 100mbit mpirun -n 2 python benchmarks/slow_link_job.py speed plain int8
 
 Every method trains the same model on the same samples, with the learning rate and the clipping of `train_gpt.py`. A
-loss may be had in several calls: each goes on where the last one saved.
+loss may be had in several calls: each goes on where the last one saved. Its ranks are threads of one process, which
+give the bits that processes give.
 """
 
 import os
@@ -24,9 +25,10 @@ from typing import Any
 
 import numpy as np
 from engine_jobs import BATCH, SIZES
+from rank_jobs import NUM_RANKS
 
 from common.text import load_tokens, split
-from distributed import Communicator, DistributedDataParallel, SoloCommunicator, world
+from distributed import Communicator, DistributedDataParallel, LocalWorld, SoloCommunicator, world
 from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.data.batches import TokenBatches, validation_batches
 from distributed.data_parallel.comm_hooks import allreduce
@@ -47,6 +49,7 @@ BATCH_OF_A_RANK = BATCH["nano-cpu"]
 LEARNING_RATE, FLOOR, MAX_NORM = 3e-3, 0.1, 1.0
 STEPS_A_ROUND = 30  # of each method; a multiple of every `every`, so that a round has all that travels
 STEPS_BETWEEN = 10  # that send nothing, between two methods
+LONGEST_WAIT_SECONDS = 600.0  # of a rank that has to share a core
 STEPS_A_LOOK = 10  # from one look at the clock to the next
 
 Tokens = np.ndarray
@@ -59,7 +62,6 @@ class Method:
     Attributes:
         hook: makes how gradients travel in each step, or what local steps have learned; None: as they are.
         every, fragments, delay, alpha, outer: of local steps, where every is above 0.
-        bucket_bytes: of gradients; None: as DistributedDataParallel cuts them.
         alone: nothing travels, and replicas drift apart.
     """
 
@@ -69,7 +71,6 @@ class Method:
     delay: int = 0
     alpha: float | None = None
     outer: Rule = field(default_factory=Nesterov)
-    bucket_bytes: int | None = None
     alone: bool = False
 
 
@@ -82,7 +83,7 @@ METHODS = {
     "plain": Method(),
     "bfloat16": Method(lambda: ErrorFeedback("bfloat16")),
     "int8": Method(int8),
-    "int4": Method(lambda: ErrorFeedback("int4"), bucket_bytes=512 << 10),
+    "int4": Method(lambda: ErrorFeedback("int4")),
     "powersgd": Method(PowerSGD),
     "topk": Method(TopK),
     "diloco": Method(every=30),
@@ -135,9 +136,7 @@ class Training:
             )
             return
         ranks = SoloCommunicator() if method.alone else comm
-        self._ddp = DistributedDataParallel(
-            self._model, ranks, comm_hook=self._comm_hook, bucket_bytes=method.bucket_bytes
-        )
+        self._ddp = DistributedDataParallel(self._model, ranks, comm_hook=self._comm_hook)
         if self._hook is not None:
             self._hook.attach(self._ddp.buckets)
         self._optimizer = self._ddp.optimizer(rule)
@@ -203,11 +202,11 @@ class Training:
         return float(total / num_windows)
 
 
-def loss(comm: Communicator, name: str, num_steps: int, folder: Path, seconds: float) -> dict[str, Any]:
+def loss(comm: Communicator, name: str, num_steps: int, seed: int, folder: Path, seconds: float) -> dict[str, Any]:
     """Train by a method for at most so long, and save; return the step, and at the end the validation loss."""
     start = time.perf_counter()
-    training = Training(METHODS[name], comm, num_steps)
-    checkpoints = training.checkpoints(folder / name)
+    training = Training(METHODS[name], comm, num_steps, seed)
+    checkpoints = training.checkpoints(folder / f"{name}_{seed}")
     loaded = checkpoints.load()
     step = loaded.step if loaded is not None else 0
     if loaded is not None:
@@ -257,6 +256,7 @@ def main() -> None:
     of_loss = jobs.add_parser("loss")
     of_loss.add_argument("method", choices=METHODS)
     of_loss.add_argument("--steps", type=int, default=600, help="(default: %(default)s)")
+    of_loss.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     of_loss.add_argument("--folder", type=Path, required=True, help="what is saved there is gone on with")
     of_loss.add_argument(
         "--seconds", type=float, default=math.inf, help="then save and end (default: at the last step)"
@@ -264,11 +264,13 @@ def main() -> None:
     of_speed = jobs.add_parser("speed")
     of_speed.add_argument("methods", nargs="+", choices=METHODS)
     args = parser.parse_args()
-    comm = world()
     if args.job == "loss":
-        result = loss(comm, args.method, args.steps, args.folder, args.seconds)
-    else:
-        result = speeds(comm, args.methods)
+        ranks = LocalWorld(NUM_RANKS, timeout_seconds=LONGEST_WAIT_SECONDS)
+        result, *_ = ranks.run(loss, args.method, args.steps, args.seed, args.folder, args.seconds)
+        print(json.dumps(result))
+        return
+    comm = world()
+    result = speeds(comm, args.methods)
     if comm.rank == 0:
         print(json.dumps(result))
 

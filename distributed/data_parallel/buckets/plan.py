@@ -4,6 +4,12 @@
     buckets     |--0---|--------1--------|--------2--------|---3---|
 
 The first bucket is small so that communication starts early, the last one because nothing is left to hide it behind.
+
+A bias comes before its weight here, and both are final at once, when an op's backward ends. So a bucket ends behind a
+large gradient and never behind a small one, for which it would have to wait:
+
+    gradients   | proj | fc's bias | fc | qkv's bias | qkv |
+    buckets     |--0---|-------1--------|--------2---------|
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from minigrad.parameter import Parameter
 MOST_BUCKET_BYTES = 25 << 20  # where nobody has asked for another size
 EDGE_BUCKET_BYTES = 256 << 10  # of the first and the last bucket; smaller ones cost more in calls than they hide
 LEAST_BUCKET_BYTES = 512 << 10  # of the others, where nobody has asked: launching 256 KiB costs more than it hides
+SMALL_SHARE = 16  # of what a bucket may have; a gradient below that goes with the next one
 MIN_NUM_BUCKETS = 16  # that a model is cut into, if this makes no bucket smaller than that: one bucket hides nothing
 
 
@@ -34,7 +41,7 @@ def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[
 
     Args:
         params: in model order.
-        bucket_bytes: that a bucket has at most, but for one gradient that is larger.
+        bucket_bytes: that a bucket has at most, but for one gradient that is larger, and small ones before it.
         last: of these, one bucket each, after all others.
     """
     FlatBuffer.adopt(params)  # together, before they are cut
@@ -50,22 +57,45 @@ def plan_buckets(params: Sequence[Parameter], bucket_bytes: int, last: Sequence[
     edge_bytes = min(bucket_bytes, EDGE_BUCKET_BYTES)
     if buckets:
         buckets[:1] = _split(buckets[0], len(_runs(buckets[0].params, edge_bytes)[0]))
-        buckets[-1:] = _split(buckets[-1], -len(_runs(buckets[-1].params[::-1], edge_bytes)[0]))
+        buckets[-1:] = _split(buckets[-1], -len(_last_run(buckets[-1].params, edge_bytes)))
         buckets.sort(key=launch_order)  # what is left of the last one may finish before its neighbours of another dtype
     return buckets + [part for p in last for part in FlatBuffer.ranges_of([p])]
 
 
 def _runs(params: Sequence[Parameter], limit_bytes: int) -> list[tuple[Parameter, ...]]:
-    """Cut parameters into runs of at most `limit_bytes`; a larger one is a run of its own."""
+    """Cut parameters into runs of at most `limit_bytes`, each of whole units; a larger one is a run of its own."""
     runs: list[list[Parameter]] = []
     run_bytes = 0
-    for p in params:
-        run_bytes += p.data.nbytes
+    for unit in _units(params, limit_bytes // SMALL_SHARE):
+        unit_bytes = sum(p.data.nbytes for p in unit)
+        run_bytes += unit_bytes
         if not runs or run_bytes > limit_bytes:
             runs.append([])
-            run_bytes = p.data.nbytes
-        runs[-1].append(p)
+            run_bytes = unit_bytes
+        runs[-1] += unit
     return [tuple(run) for run in runs]
+
+
+def _last_run(params: Sequence[Parameter], limit_bytes: int) -> list[Parameter]:
+    """Return the longest run at the end of at most `limit_bytes`, of whole units: one, if that is larger."""
+    run: list[Parameter] = []
+    for unit in reversed(_units(params, limit_bytes // SMALL_SHARE)):
+        if run and sum(p.data.nbytes for p in [*unit, *run]) > limit_bytes:
+            break
+        run = unit + run
+    return run
+
+
+def _units(params: Sequence[Parameter], small_bytes: int) -> list[list[Parameter]]:
+    """Put small ones together with what comes after them."""
+    units: list[list[Parameter]] = []
+    is_open = False
+    for p in params:
+        if not is_open:
+            units.append([])
+        units[-1].append(p)
+        is_open = sum(q.data.nbytes for q in units[-1]) < small_bytes
+    return units
 
 
 def _split(bucket: FlatRange, index: int) -> list[FlatRange]:

@@ -93,10 +93,11 @@ class FeedbackHook(ABC):
     def __call__(self, grad: Array, comm: Communicator) -> Work:
         if comm.size == 1 or not grad.size:
             return comm.allreduce(grad)
-        if _place(grad) not in self._held:
+        held = self._held.get(_place(grad))
+        if held is None:
             name = type(self).__name__
             raise RuntimeError(f"{name} keeps what it does not send: call hook.attach(ddp.buckets) once before")
-        part, kept = self._held[_place(grad)]
+        part, kept = held
         self.plain_bytes += allreduce_bytes(grad.nbytes, comm.size)
         return self._launch(grad, part, kept, comm)
 
