@@ -5,8 +5,8 @@ DEVICE ?= cpu
 ON_GPUS = $(filter cuda,$(DEVICE))
 RANKS ?= $(if $(ON_GPUS),$(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU),2)
 ARGS ?= --dp $(RANKS)
-# For which CUDA packages are installed: the newest that the driver knows.
-CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
+# For which CUDA packages are installed, 12 or 13: the newest that the driver knows.
+CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | sed 's/^1[4-9]$$/13/')
 # Processes that share the tests, a file at a time: so that no more jobs of several ranks run at once, and a fixture of
 # a file is made once. tests/conftest.py puts the files that take longest first.
 WORKERS ?= 2
@@ -90,6 +90,7 @@ TRAIN = $(if $(HEALS),$(PY) -m distributed.recovery -n $(RANKS),$(MPIRUN) -n $(R
 
 $(CUPY): $(STAMP)
 	@test -n "$(CUDA)" || { echo "DEVICE=cuda needs a GPU of NVIDIA and its driver, but nvidia-smi finds none" >&2; exit 1; }
+	@$(if $(filter 12 13,$(CUDA)),,echo "DEVICE=cuda needs a driver for CUDA 12 or newer, got CUDA $(CUDA)" >&2; exit 1)
 	$(PY) -m pip install --quiet --editable ".[cuda$(CUDA)]"
 	@touch $@
 
@@ -134,9 +135,10 @@ bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, wit
 
 test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m gpu tests
-	@gpus=$$(nvidia-smi --list-gpus | wc -l); test "$$gpus" -lt 2 || { \
-	    echo "tests of GPU arrays between ranks, through NCCL on 2 GPUs"; \
-	    $(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(GPU_PYTHON) -m pytest -p no:cacheprovider -m "mpi and gpu" --nccl tests; }
+	@if test $$(nvidia-smi --list-gpus | wc -l) -lt 2; then \
+	    echo "tests of captured steps of 2 ranks, which share the GPU"; flags="-k captured --one-card"; \
+	else echo "tests of GPU arrays between ranks, through NCCL on 2 GPUs"; flags=--nccl; fi; \
+	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(GPU_PYTHON) -m pytest -p no:cacheprovider -m "mpi and gpu" $$flags tests
 
 bench-gpu:  ## a training step on one GPU, or with RANKS=2 on two, beside PyTorch, with a Python that has both: GPU_PYTHON=python3
 	$(if $(filter 1,$(GPU_RANKS)),$(GPU_PYTHON) benchmarks/gpu.py $(QUICK) $(GO_ON),$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_ddp.py)

@@ -553,13 +553,23 @@ print(cpu._gelu_tanh.stats.cache_path)
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [(91900, "by cuDNN"), (91400, "by products (cuDNN 91400 is older than 91900)")]
+    ("version", "said"),
+    [
+        (91900, "by cuDNN"),
+        (91400, "by products (cuDNN 91400 is older than 91900)"),
+        (None, "by products (nvidia-cudnn-frontend finds no cuDNN: Unable to find symbol cudnnGetVersion)"),
+    ],
 )
-def test_attention_of_an_old_cudnn_is_made_of_products(
-    monkeypatch: pytest.MonkeyPatch, version: int, said: str
+def test_attention_of_an_old_cudnn_or_none_is_made_of_products(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, said: str
 ) -> None:
+    def backend_version() -> int:
+        if version is None:  # the package is installed without the library
+            raise RuntimeError("Unable to find symbol cudnnGetVersion")
+        return version
+
     cudnn: Any = ModuleType("cudnn")
-    cudnn.__spec__, cudnn.backend_version = ModuleSpec("cudnn", None), lambda: version
+    cudnn.__spec__, cudnn.backend_version = ModuleSpec("cudnn", None), backend_version
     monkeypatch.setitem(sys.modules, "cudnn", cudnn)
     monkeypatch.setattr(cudnn_attention, "why_not", cudnn_attention.why_not.__wrapped__)
     assert said in kernels.describe_gpu()

@@ -90,6 +90,13 @@ def test_on_gpus_a_rank_each_and_the_packages_of_their_driver(folder: Path) -> N
     (folder / ".venv/cupy.stamp").touch()
     assert "install" not in make(folder, "-n", "train", "DEVICE=cuda").stdout
     assert "cuda12" in make(folder, "-n", "-W", "pyproject.toml", "train", "DEVICE=cuda", "CUDA=12").stdout
+    (folder / ".venv/cupy.stamp").unlink()
+    write_program(folder / "bin/nvidia-smi", f"echo '{table.replace('13.0', '14.1')}'")
+    assert "cuda13" in make(folder, "-n", "train", "DEVICE=cuda", "RANKS=1").stdout
+    write_program(folder / "bin/nvidia-smi", f"echo '{table.replace('13.0', '11.4')}'")
+    refused = make(folder, "train", "DEVICE=cuda", "RANKS=1")
+    assert "needs a driver for CUDA 12 or newer, got CUDA 11" in refused.stderr
+    assert not (folder / ".venv/cupy.stamp").exists()
 
 
 def test_second_setup_does_nothing(folder: Path) -> None:

@@ -29,12 +29,18 @@ _OLDEST_CUDNN = 91900  # 9.19; inside a captured graph 9.14 was seen to end in a
 
 @functools.cache
 def why_not() -> str:
-    """Return why no attention is cuDNN's: the package is missing, or finds an older cuDNN than was tried; else ""."""
+    """Return why no attention is cuDNN's: the package is missing, or finds no cuDNN or an older one than was tried.
+
+    Else it is nothing.
+    """
     if importlib.util.find_spec("cudnn") is None:
         return "nvidia-cudnn-frontend is not installed"
-    import cudnn
+    try:
+        import cudnn
 
-    version = cudnn.backend_version()
+        version = cudnn.backend_version()
+    except (ImportError, OSError, RuntimeError) as error:  # it loads the library when it is asked
+        return f"nvidia-cudnn-frontend finds no cuDNN: {error}"
     return "" if version >= _OLDEST_CUDNN else f"cuDNN {version} is older than {_OLDEST_CUDNN}"
 
 
