@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 DEVICES = ("cpu", "cuda")
+_NO_MEMORY = 2  # of CUDA's errors
 Array = np.ndarray[Any, Any]  # CuPy's ndarray has the same methods; its stubs are not needed to check ours
 
 
@@ -164,6 +165,32 @@ def memory_range(array: Array) -> tuple[int, int]:
         return start, start + array.nbytes
     pointer = array.data.ptr  # type: ignore[attr-defined]
     return pointer, pointer + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+
+
+def outside_pools(size: int, dtype: Any) -> Array:
+    """Return an uninitialised array on the current GPU, (size,), in memory of no pool.
+
+    Where the GPU has none left, CuPy's own pool gives back what nobody uses.
+
+    Raises:
+        MemoryError: it has none even then.
+    """
+    module = cupy()
+    error_type = module.cuda.runtime.CUDARuntimeError
+    with module.cuda.using_allocator(None):
+        try:
+            return module.empty(size, dtype)
+        except error_type as error:
+            if error.status != _NO_MEMORY:
+                raise
+        module.get_default_memory_pool().free_all_blocks()
+        try:
+            return module.empty(size, dtype)
+        except error_type as error:
+            if error.status != _NO_MEMORY:
+                raise
+            num_bytes = size * np.dtype(dtype).itemsize
+            raise MemoryError(f"the GPU has no room for {num_bytes:,} bytes outside of CuPy's pools") from error
 
 
 def address(array: Array) -> int:

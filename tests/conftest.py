@@ -22,6 +22,7 @@ that a test runs in each of them once, on this side or on that:
     pytest --deterministic              under mpirun, sums in rank order; threads always sum so
     pytest --unchecked-collectives      under mpirun, ranks do not compare their calls, as in a user's run
     pytest --nccl                       under mpirun, each rank takes a GPU, and GPU arrays go through NCCL
+    pytest --one-card -k captured       under mpirun, two ranks share a GPU: see one_card.py
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deterministic", action="store_true", help="MPI's ranks sum in rank order, as threads always do")
     parser.addoption("--unchecked-collectives", action="store_true", help="MPI's ranks do not compare their calls")
     parser.addoption("--nccl", action="store_true", help="each of MPI's ranks takes a GPU of its own, and uses NCCL")
+    parser.addoption("--one-card", action="store_true", help="two of MPI's ranks share a GPU as if each had its own")
 
 
 @pytest.hookimpl(trylast=True)
@@ -95,6 +97,10 @@ def pytest_configure(config: pytest.Config) -> None:
             timeout_seconds=TIMEOUT_SECONDS,
             check_collectives=not config.getoption("--unchecked-collectives"),
         )
+        if config.getoption("--one-card"):
+            from one_card import OneCard
+
+            config.stash[MPI_WORLD] = OneCard(config.stash[MPI_WORLD])
         if launcher_rank() != 0:
             config.pluginmanager.unregister(name="terminalreporter")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array, address, cupy
+from minigrad.backend import Array, address, cupy, outside_pools
 
 SOURCE = Path(__file__).with_name("gpu.cu")
 MACROS = {"float32": "-DFLOAT32", "bfloat16": "-DBF16", "float16": "-DF16"}
@@ -23,7 +23,6 @@ THREADS = 256
 _FEWEST_PARTS, _MOST_PARTS, _PART_BLOCKS = 32, 128, 660
 _PART_COLUMNS = 256  # of a block
 _MOST_COUNTERS = 1 << 12
-_NO_MEMORY = 2  # of CUDA's errors
 try:
     cp: Any = cupy()
 except ModuleNotFoundError:  # nobody calls what is here, but it can be read
@@ -140,31 +139,6 @@ def add_up_parts(parts: Array, out: Array, add: bool) -> None:
         launch("sum_parts", parts.dtype, ceil_div(n, 32), args, threads=(32, 32))
     if not wide:
         _landed(total, out, add)
-
-
-def outside_pools(size: int, dtype: Any) -> Array:
-    """Return an uninitialised array, (size,), in memory of no pool.
-
-    Where the GPU has none left, CuPy's own pool gives back what nobody uses.
-
-    Raises:
-        MemoryError: it has none even then.
-    """
-    cuda = cp.cuda
-    with cuda.using_allocator(None):
-        try:
-            return cp.empty(size, dtype)
-        except cuda.runtime.CUDARuntimeError as error:
-            if error.status != _NO_MEMORY:
-                raise
-        cp.get_default_memory_pool().free_all_blocks()
-        try:
-            return cp.empty(size, dtype)
-        except cuda.runtime.CUDARuntimeError as error:
-            if error.status != _NO_MEMORY:
-                raise
-            num_bytes = size * np.dtype(dtype).itemsize
-            raise MemoryError(f"the GPU has no room for {num_bytes:,} bytes outside of CuPy's pools") from error
 
 
 def workspace(num_bytes: int) -> Array:

@@ -25,11 +25,15 @@ WORLDS = [
     for synchronous in (False, True)
 ]
 each_world = pytest.mark.parametrize(("size", "synchronous"), WORLDS)
+each_way = pytest.mark.parametrize("cupy", ["nccl", "mailbox"], indirect=True)
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return fake_cupy.install(monkeypatch)
+def cupy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """Return the fake, where messages take this way: in a step that is captured they go by mailbox."""
+    module = fake_cupy.install(monkeypatch)
+    module.cuda.runtime.is_capturing = getattr(request, "param", "nccl") == "mailbox"
+    return module
 
 
 def run(size: int, program: Any, *, synchronous: bool = False, connected: bool = True) -> list[Any]:
@@ -58,6 +62,7 @@ def test_arrays_of_a_single_rank_stay_on_the_gpu(cupy: Any, monkeypatch: pytest.
     LocalWorld(1).run(program)
 
 
+@each_way
 @each_world
 def test_messages_meet_by_tag_whatever_the_order_in_which_they_are_sent(
     cupy: Any, size: int, synchronous: bool
@@ -80,6 +85,7 @@ def test_messages_meet_by_tag_whatever_the_order_in_which_they_are_sent(
     run(size, program, synchronous=synchronous)
 
 
+@each_way
 @each_world
 def test_messages_of_one_tag_come_in_order(cupy: Any, size: int, synchronous: bool) -> None:
     def program(comm: Any) -> None:
@@ -113,6 +119,7 @@ def test_progress_launches_receives_and_test_ends_them(cupy: Any) -> None:
     run(2, program)
 
 
+@each_way
 @pytest.mark.parametrize("connected", [True, False])
 def test_arrays_of_the_host_travel_too_and_to_oneself(cupy: Any, connected: bool) -> None:
     def program(comm: Any) -> None:
@@ -136,6 +143,7 @@ def test_arrays_of_the_host_travel_too_and_to_oneself(cupy: Any, connected: bool
     run(2, program, connected=connected)
 
 
+@each_way
 @pytest.mark.parametrize(("count", "word"), [(3, "shorter"), (5, "longer")])
 def test_a_message_of_another_size_is_an_error_and_the_next_one_is_right(cupy: Any, count: int, word: str) -> None:
     def program(comm: Any) -> None:

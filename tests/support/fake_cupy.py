@@ -12,8 +12,10 @@ import itertools
 import queue
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -69,6 +71,8 @@ class ComputeStream:
         event = Event()
         event.happen()
         return event
+
+    def synchronize(self) -> None: ...
 
     def wait_event(self, event: Event) -> None:
         event.wait()
@@ -179,6 +183,56 @@ class NcclCommunicator:
             self._is_connected = True
 
 
+def _on_stream(stream: int, call: Callable[[], None]) -> None:
+    """Do it in a stream's turn, or at once in the one that computes."""
+    call() if stream == ComputeStream.ptr else Stream.by_pointer[stream].enqueue(call)
+
+
+class StreamFlags:
+    """Words that streams write and wait for, as the driver's."""
+
+    def wait(self, stream: int, at: int) -> None:
+        def until_it_is_one() -> None:
+            start = time.monotonic()
+            while not ctypes.c_uint32.from_address(at).value:
+                assert time.monotonic() < start + PATIENCE, "a stream waits for a word that nobody writes"
+                time.sleep(1e-4)
+
+        _on_stream(stream, until_it_is_one)
+
+    def write(self, stream: int, at: int, value: int) -> None:
+        _on_stream(stream, lambda: setattr(ctypes.c_uint32.from_address(at), "value", value))
+
+
+class Runtime:
+    """Calls of CUDA. All ranks are one process, where another's memory lies where it says.
+
+    Attributes:
+        is_capturing: whether streams say that what they are told becomes part of a graph. They do it at once.
+        shares_memory: whether a rank can have another one's.
+    """
+
+    class CUDARuntimeError(RuntimeError):
+        status = 0
+
+    def __init__(self) -> None:
+        self.is_capturing, self.shares_memory = False, True
+
+    def streamIsCapturing(self, pointer: int) -> bool:
+        return self.is_capturing
+
+    def ipcGetMemHandle(self, pointer: int) -> bytes:
+        return str(pointer).encode()
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
+        if not self.shares_memory:
+            raise Runtime.CUDARuntimeError
+        return int(handle)
+
+    def memcpyAsync(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        _on_stream(stream, lambda: ctypes.memmove(target, source, num_bytes) and None)
+
+
 def install(monkeypatch: Any) -> ModuleType:
     """Let this be CuPy for a test."""
     cupy, cuda, nccl = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.nccl")
@@ -194,9 +248,10 @@ def install(monkeypatch: Any) -> ModuleType:
         groupEnd=lambda: None,
     )
     compute = ComputeStream()
-    runtime = SimpleNamespace(streamIsCapturing=lambda pointer: 0)
-    cuda.__dict__.update(nccl=nccl, Stream=Stream, get_current_stream=lambda: compute, runtime=runtime)
-    cuda.__dict__.update(alloc_pinned_memory=bytearray)
+    cuda.__dict__.update(nccl=nccl, Stream=Stream, get_current_stream=lambda: compute, runtime=Runtime())
+    cuda.__dict__.update(alloc_pinned_memory=bytearray, using_allocator=lambda allocator: nullcontext())
+    monkeypatch.setattr("distributed.comm.nccl.communicator.StreamFlags", StreamFlags)
+    monkeypatch.setattr("distributed.comm.nccl.mailboxes.MAILBOX_BYTES", 1 << 14)
     for module in (cupy, cuda, nccl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return cupy

@@ -20,6 +20,7 @@ import numpy as np
 from distributed.comm.communicator import Communicator
 from distributed.comm.nccl.messages import NCCLMessages, new_nccl
 from distributed.comm.nccl.side_stream import SideStream
+from distributed.comm.nccl.stream_flags import StreamFlags
 from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array, Work
@@ -100,7 +101,8 @@ class NCCLCommunicator(Communicator):
         if self._messages is not None:
             raise RuntimeError("connect() may be called once of a communicator: duplicate() it for other pairs")
         between = [(source, dest) for source, dest in wanted[0] if source != dest]
-        self._messages = NCCLMessages(self._host, between, cp=self._cp, nccl=nccl_module())
+        flags = StreamFlags()
+        self._messages = NCCLMessages(self._host, between, cp=self._cp, nccl=nccl_module(), flags=flags)
 
     def abort(self, message: str) -> NoReturn:
         self._host.abort(message)

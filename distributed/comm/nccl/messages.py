@@ -1,13 +1,14 @@
 """Messages of GPU arrays between two ranks through NCCL, which knows no tags.
 
-    source   isend   header (tag, size, where it lies) by the host ---->  headers come in the order of the sends
-                     ncclSend on the lane source -> dest           ---->  ncclRecv into what is posted for that tag,
-                                                                          or aside, if nothing is posted yet
+    source   isend   header (tag, size, its way) by the host ---->  headers come in the order of the sends
+                     ncclSend on the lane source -> dest     ---->  ncclRecv into what is posted for that tag,
+                                                                    or aside, if nothing is posted yet
 
 On a lane the k-th send meets the k-th receive, and a send is over when it is received. So each direction between two
 ranks has a lane of its own, a communicator of two and a stream: no message waits for one of another direction. Hosts
 wait for headers, that is for the other host to have launched its send, never for a GPU. In a step that is captured
-headers travel once, and what they led to is replayed.
+headers travel once, and what they led to is replayed; there messages go by mailboxes (`mailboxes.py`), where two ranks
+have them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from distributed.comm.communicator import Communicator
-from distributed.comm.nccl.side_stream import SideStream
+from distributed.comm.nccl.mailboxes import Mailboxes, Slot
+from distributed.comm.nccl.side_stream import SideStream, is_capturing
+from distributed.comm.nccl.stream_flags import StreamFlags
 from distributed.comm.transfer import as_bytes, message_size_error
 from distributed.comm.work import Array, Work
 from minigrad.backend import address, to_host, xp_of
@@ -28,6 +31,7 @@ from minigrad.backend import address, to_host, xp_of
 Pair = tuple[int, int]  # source, dest
 _UINT8 = 1  # of NCCL's data types
 _HEADER_TAG = 0
+_BY_HOST, _BY_NCCL, _BY_MAILBOX = range(3)  # ways of a message
 
 
 def new_nccl(nccl: Any, size: int, unique_id: Any, rank: int) -> Any:
@@ -50,10 +54,15 @@ class NCCLMessages:
         host: the same ranks, by another way: carries headers, and arrays of the host.
         pairs: of all ranks, the same on each: who sends to whom.
         nccl: NCCL, as CuPy has it.
+        flags: what mailboxes need, or None for none.
     """
 
-    def __init__(self, host: Communicator, pairs: Iterable[Pair], *, cp: Any, nccl: Any) -> None:
+    def __init__(
+        self, host: Communicator, pairs: Iterable[Pair], *, cp: Any, nccl: Any, flags: StreamFlags | None
+    ) -> None:
+        pairs = list(pairs)
         self._host = host
+        self._mailboxes = None if flags is None else Mailboxes(host, pairs, cp=cp, flags=flags)
         self._cp = cp
         self._headers = host.duplicate()
         self._headers._wait_contexts = host._wait_contexts  # an error says in whose name a header was waited for
@@ -77,13 +86,22 @@ class NCCLMessages:
         return (source, dest) in self._lanes
 
     def isend(self, array: Array, dest: int, tag: int) -> Work:
-        on_gpu = xp_of(array) is not np
+        pair, on_gpu = (self._host.rank, dest), xp_of(array) is not np
+        pushed = self._push(array, pair) if on_gpu else None
+        way = _BY_MAILBOX if pushed else _BY_NCCL if on_gpu else _BY_HOST
+        slot = pushed[1] if pushed else Slot(0, 0)
         self._sent_headers = [work for work in self._sent_headers if not work.test()]
-        header = np.array([tag, array.nbytes, on_gpu], np.int64)
+        header = np.array([tag, array.nbytes, way, *slot], np.int64)
         self._sent_headers.append(self._headers.isend(header, dest=dest, tag=_HEADER_TAG))
-        if on_gpu:
-            return self._lanes[self._host.rank, dest].send(array)
-        return self._host._isend(array, dest, tag)
+        if pushed:
+            return pushed[0]
+        return self._lanes[pair].send(array) if on_gpu else self._host._isend(array, dest, tag)
+
+    def _push(self, array: Array, pair: Pair) -> tuple[Work, Slot] | None:
+        """Start sending by mailbox, if that is the way."""
+        if self._mailboxes is None or not self._mailboxes.connects(pair) or not is_capturing(self._cp):
+            return None
+        return self._mailboxes.send(array, pair)
 
     def irecv(self, array: Array, source: int, tag: int) -> Work:
         receive = _Receive(self, array, source, tag)
@@ -109,19 +127,23 @@ class NCCLMessages:
         if not self._num_posted[source]:
             return False
         if source not in self._next_header:
-            header = np.empty(3, np.int64)
+            header = np.empty(5, np.int64)
             self._next_header[source] = self._headers.irecv(header, source=source, tag=_HEADER_TAG)
         if not block and not self._next_header[source].test():
             return False
-        tag, num_bytes, on_gpu = self._next_header.pop(source).wait().tolist()
+        tag, num_bytes, way, *slot = self._next_header.pop(source).wait().tolist()
+        on_gpu, pair = way != _BY_HOST, (source, self._host.rank)
         waiting = self._posted[source, tag]
         receive = waiting.popleft() if waiting else None
-        if receive is not None and (receive.array.nbytes, receive.on_gpu) == (num_bytes, bool(on_gpu)):
+        if receive is not None and (receive.array.nbytes, receive.on_gpu) == (num_bytes, on_gpu):
             target, posted = receive.array, receive.posted
         else:
             target, posted = (self._cp if on_gpu else np).empty(num_bytes, np.uint8), None
-        if on_gpu:
-            work: Work = self._lanes[source, self._host.rank].receive(target, posted)
+        if way == _BY_MAILBOX:
+            assert self._mailboxes is not None
+            work: Work = self._mailboxes.receive(target, pair, Slot(*slot))
+        elif way == _BY_NCCL:
+            work = self._lanes[pair].receive(target, posted)
         else:
             work = self._host._irecv(target, source, tag)
         arrived = _Arrived(target, work)

@@ -46,9 +46,8 @@ class SideStream:
         if result.size:
             with self._stream:
                 launch(self._stream.ptr)
-        is_captured = bool(self._cp.cuda.runtime.streamIsCapturing(current.ptr))
-        work = StreamWork(self._cp, result, read, self._stream.record(), is_captured=is_captured)
-        if not is_captured:
+        work = StreamWork(self._cp, result, read, self._stream.record(), is_captured=is_capturing(self._cp))
+        if not is_capturing(self._cp):
             self._unfinished = [other for other in self._unfinished if not other.is_over()]
         self._unfinished.append(work)
         return work
@@ -56,6 +55,11 @@ class SideStream:
     def synchronize(self) -> None:
         """Let the host wait until all that was started is done."""
         self._stream.synchronize()
+
+
+def is_capturing(cp: Any) -> bool:
+    """Return whether what the current stream is told becomes part of a CUDA graph."""
+    return bool(cp.cuda.runtime.streamIsCapturing(cp.cuda.get_current_stream().ptr))
 
 
 class StreamWork(Work):

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minigrad.backend import Array, address, cuda_library, cupy
-from minigrad.kernels.gpu_launch import outside_pools, workspace
+from minigrad.backend import Array, address, cuda_library, cupy, outside_pools
+from minigrad.kernels.gpu_launch import workspace
 from minigrad.kernels.products.layouts import Arrays, Kind, Layout
 
 _WORKSPACE_BYTES = 32 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minigrad.kernels import gpu_launch
+from minigrad import backend
 
 
 class CUDARuntimeError(RuntimeError):
@@ -40,15 +40,16 @@ class Card:
 
 
 def test_a_pool_gives_back_what_a_library_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "cp", Card(2, keeps=False))
-    assert gpu_launch.outside_pools(5, np.uint8).shape == (5,)
+    card = Card(2, keeps=False)
+    monkeypatch.setattr(backend, "cupy", lambda: card)
+    assert backend.outside_pools(5, np.uint8).shape == (5,)
 
 
 def test_no_memory_is_a_memory_error_and_else_an_error_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of products are timed where there is memory for it, and the first one is taken where there is none."""
-    monkeypatch.setattr(gpu_launch, "cp", Card(2, keeps=True))
+    monkeypatch.setattr(backend, "cupy", lambda: Card(2, keeps=True))
     with pytest.raises(MemoryError, match=r"no room for 4,000 bytes outside of CuPy's pools"):
-        gpu_launch.outside_pools(1000, np.float32)
-    monkeypatch.setattr(gpu_launch, "cp", Card(700, keeps=False))
+        backend.outside_pools(1000, np.float32)
+    monkeypatch.setattr(backend, "cupy", lambda: Card(700, keeps=False))
     with pytest.raises(CUDARuntimeError, match="error 700"):
-        gpu_launch.outside_pools(1000, np.float32)
+        backend.outside_pools(1000, np.float32)
