@@ -12,12 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.machinery import ModuleSpec
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import case as named
 from kernel_modes import use_kernels
 
 import minigrad as mg
@@ -188,17 +190,21 @@ def test_every_kernel_that_is_compiled_has_a_case_and_a_reference(cpu: Any) -> N
 
 
 @each_case
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_gives_what_the_reference_gives(cpu: Any, case: str, dtype: Any, shape: tuple[int, int]) -> None:
-    check(cpu, case, CASES[case](sampler(dtype), *shape), dtype)
+def test_it_gives_what_the_reference_gives(cpu: Any, case: str) -> None:
+    for dtype, shape in product(DTYPES, SHAPES):
+        with named(dtype.__name__, shape):
+            check(cpu, case, CASES[case](sampler(dtype), *shape), dtype)
 
 
 # Half precision is full of ties, which go either way as a scale is rounded: `quantize` has another test for these.
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("quantize")])
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-@pytest.mark.parametrize("shape", [(5, 7), (33, 64), (0, 5)], ids=str)
-def test_the_reference_of_half_precision_is_rounded_once(case: str, name: str, shape: tuple[int, int]) -> None:
+def test_the_reference_of_half_precision_is_rounded_once(case: str) -> None:
+    for name, shape in product(("float16", "bfloat16"), [(5, 7), (33, 64), (0, 5)]):
+        with named(name, shape):
+            check_half_precision(case, name, shape)
+
+
+def check_half_precision(case: str, name: str, shape: tuple[int, int]) -> None:
     half, epsilon = dtype_of(name), {"float16": 2**-10, "bfloat16": 2**-7}[name]
 
     def cast(array: Any, dtype: Any, *, of: str) -> Any:
@@ -240,16 +246,16 @@ def test_layouts_and_read_only_memory_do_not_matter(cpu: Any, case: str) -> None
 
 
 @each_case
-@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30, -1e30, 1e-40])
-def test_nan_infinity_and_extremes_come_out_as_from_the_reference(cpu: Any, case: str, odd: float) -> None:
-    for dtype in DTYPES:
+def test_nan_infinity_and_extremes_come_out_as_from_the_reference(cpu: Any, case: str) -> None:
+    for odd, dtype in product([np.nan, np.inf, -np.inf, 1e30, -1e30, 1e-40], DTYPES):
         args = CASES[case](sampler(dtype, odd=odd), 5, 9)
         for got, expected in zip(outputs(cpu, case, args), outputs(reference, case, args), strict=True):
-            np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
-            # In a sum where inf meets inf it is the order's doing which is nan.
-            if "norm_dx" not in case and "norm_back" not in case:
-                np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-                np.testing.assert_array_equal(got == np.inf, expected == np.inf)
+            with named(odd, dtype.__name__):
+                np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
+                # In a sum where inf meets inf it is the order's doing which is nan.
+                if "norm_dx" not in case and "norm_back" not in case:
+                    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+                    np.testing.assert_array_equal(got == np.inf, expected == np.inf)
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu exact", "sigmoid", "silu", "softmax"])

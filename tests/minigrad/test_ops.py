@@ -13,6 +13,7 @@ import numpy as np
 import op_rows_math
 import op_rows_nn
 import pytest
+from cases import case
 from kernel_modes import MODES, use_kernels
 from op_table import Row, is_array, is_float, read_only
 
@@ -35,7 +36,17 @@ def row_id(row: Row) -> str:
     return f"{row.name}({','.join(shapes)})"
 
 
-each_row = pytest.mark.parametrize("row", ROWS, ids=row_id)
+def each_row(test: Callable[[Row], None]) -> Callable[[str], None]:
+    """Make a test of each op out of one of a row, which runs on all rows of its op."""
+
+    @pytest.mark.parametrize("name", ops.__all__)
+    def on_all_rows(name: str) -> None:
+        for row in ROWS:
+            if row.name == name:
+                with case(row_id(row)):
+                    test(row)
+
+    return on_all_rows
 
 
 def record(row: Row, args: list[Any]) -> tuple[mg.Tensor, list[mg.Tensor]]:
@@ -69,17 +80,17 @@ def test_vjp_is_the_derivative(row: Row) -> None:
 
 
 @each_row
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_dtype_is_kept(row: Row, dtype: Any) -> None:
-    kwargs = {**row.kwargs, "dtype": dtype} if row.name == "astype" else row.kwargs
-    y, leaves = record(Row(row.name, row.plain, row.args, kwargs), row.sample(dtype))
-    assert y.dtype == (np.float32 if row.name in LOSSES else dtype)  # a loss in half precision has three digits
-    assert y.node is not None
-    g = read_only(np.ones(y.shape, y.dtype))
-    vjps = y.node.vjps
-    contributions = vjps(g) if isinstance(vjps, mg.Joint) else [vjp(g) for vjp in vjps]
-    # What a vjp returns, not leaf.grad: a leaf copies into its own dtype and would hide a wide one.
-    assert [(c.shape, c.dtype) for c in contributions] == [(leaf.shape, dtype) for leaf in leaves]
+def test_dtype_is_kept(row: Row) -> None:
+    for dtype in (np.float32, np.float16):
+        kwargs = {**row.kwargs, "dtype": dtype} if row.name == "astype" else row.kwargs
+        y, leaves = record(Row(row.name, row.plain, row.args, kwargs), row.sample(dtype))
+        assert y.dtype == (np.float32 if row.name in LOSSES else dtype)  # a loss in half precision has three digits
+        assert y.node is not None
+        g = read_only(np.ones(y.shape, y.dtype))
+        vjps = y.node.vjps
+        contributions = vjps(g) if isinstance(vjps, mg.Joint) else [vjp(g) for vjp in vjps]
+        # What a vjp returns, not leaf.grad: a leaf copies into its own dtype and would hide a wide one.
+        assert [(c.shape, c.dtype) for c in contributions] == [(leaf.shape, dtype) for leaf in leaves]
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "concatenate"])

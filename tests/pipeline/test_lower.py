@@ -3,6 +3,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
+from cases import case
 from drawn_orders import read
 
 from pipeline import SCHEDULES, Action, B, F, Kind, W, lower
@@ -59,14 +60,19 @@ def test_the_weight_half_neither_sends_nor_receives():
     assert programs == read("0F0 0SEND_F0 0RECV_B0 0B0 0W0\n1RECV_F0 1F0 1B0 1SEND_B0 1W0")
 
 
-@pytest.fixture(params=[0, 1, 2, 100])
-def lookahead(request):
-    return request.param
+def each_order_and_lookahead(check):
+    @pytest.mark.parametrize("lookahead", [0, 1, 2, 100])
+    def on_all_orders(lookahead):
+        for orders, rank_of, num_stages in CASES:
+            programs = lower(orders, rank_of=rank_of, num_stages=num_stages, lookahead=lookahead)
+            with case(*orders):
+                check(orders, rank_of, num_stages, lookahead, programs)
+
+    return on_all_orders
 
 
-@pytest.mark.parametrize(("orders", "rank_of", "num_stages"), CASES)
-def test_every_message_has_two_ends(orders, rank_of, num_stages, lookahead):
-    programs = lower(orders, rank_of=rank_of, num_stages=num_stages, lookahead=lookahead)
+@each_order_and_lookahead
+def test_every_message_has_two_ends(orders, rank_of, num_stages, lookahead, programs):
     owner = {stage: rank_of(stage, len(orders)) for stage in range(num_stages)}
     sends, receives = Counter(), Counter()  # by what is sent, sender and receiver (stage and rank), micro-batch
     for rank, program in enumerate(programs):
@@ -88,9 +94,8 @@ def test_every_message_has_two_ends(orders, rank_of, num_stages, lookahead):
     assert all(sender[1] != receiver[1] for _, sender, receiver, _ in sends)
 
 
-@pytest.mark.parametrize(("orders", "rank_of", "num_stages"), CASES)
-def test_inputs_are_posted_before_and_outputs_leave_at_once(orders, rank_of, num_stages, lookahead):
-    programs = lower(orders, rank_of=rank_of, num_stages=num_stages, lookahead=lookahead)
+@each_order_and_lookahead
+def test_inputs_are_posted_before_and_outputs_leave_at_once(orders, rank_of, num_stages, lookahead, programs):
     assert [[action for action in program if action.kind.is_compute] for program in programs] == orders
     for rank, program in enumerate(programs):
         posted, before = [], None
