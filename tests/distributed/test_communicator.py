@@ -526,6 +526,7 @@ def test_blocking_send_and_recv_in_pairs(ranks):
     ranks.run(program)
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.point_to_point
 def test_dropped_work_keeps_its_array(ranks):
     def program(comm):

@@ -37,6 +37,7 @@ def documented():
     return names | {"simulate": [*names["draw"][:-1], "skips_that_wait", "peak_bytes"]}
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_prints_json_of_the_shape_that_the_page_has(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

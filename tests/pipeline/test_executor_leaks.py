@@ -69,6 +69,7 @@ def traced(schedule, num_microbatches):
         gc.enable()
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
 def test_a_step_of_twice_as_many_micro_batches_holds_no_more_and_leaves_nothing(schedule):
     few, _ = traced(schedule, 8)

@@ -18,6 +18,7 @@ from pipeline.schedules.held import Gift, Measured, StageBytes, from_json, rank_
 from pipeline.schedules.schedule import round_robin
 from pipeline.schedules.simulate import simulate
 
+pytestmark = pytest.mark.usefixtures("young_heap")
 JOB = Path(__file__).parents[1] / "support" / "memory_peak.py"
 
 

@@ -174,6 +174,7 @@ def test_names_between_the_same_stages_travel_together_and_those_within_one_do_n
     assert stage_skips(layers, cut_by_sizes(names, [4]), rank_of, 1) == {}
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_memory_and_times_of_such_a_model_can_be_measured():
     held = stage_bytes(unet(), X, num_stages=4, loss_fn=lambda y: mg.mse(y, Y), dtype=np.float64)
     rows = len(X) * 8
