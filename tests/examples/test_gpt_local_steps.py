@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from flag_values import listed_values
-from jobs import ROOT, needs_mpirun, run_job, write_text
+from jobs import ROOT, needs_mpirun, run_job, run_lines, write_text
 from safetensors.numpy import load_file
 
 from common.settings import LocalStepsSettings
 from distributed.run.flags import flag_of
 
 SCRIPT = ROOT / "examples" / "gpt_local_steps.py"
-MANY_RUNS = str(ROOT / "tests" / "support" / "many_runs.py")
 SMALL = "--seed 1 --lr 0.01 --batch 8 --layers 2 --heads 2 --width 16 --context 16 --text squares.txt"
 
 # The script, where a signal ends it from within: rank 1 gets it in step 4 of 12, between two agreements.
@@ -52,9 +51,7 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
 
 def run_all(lines: list[str], folder: Path) -> None:
     """Run command lines on two ranks, in one job."""
-    (folder / "lines").write_text("".join(f"2 {line} --quiet\n" for line in lines))
-    result = run_job(["-m", "mpi4py", MANY_RUNS, "gpt_local_steps", "lines"], ranks=2, cwd=folder)
-    assert result.returncode == 0, result.stderr
+    run_lines("gpt_local_steps", [f"2 {line} --quiet" for line in lines], folder, sample_tokens=2)
 
 
 @needs_mpirun
@@ -89,18 +86,15 @@ def test_a_run_in_two_parts_is_the_whole_one_bit_by_bit(way: str, tmp_path: Path
 def test_a_signal_ends_it_between_two_agreements_and_it_goes_on_bit_by_bit(tmp_path: Path) -> None:
     write_text(tmp_path)
     way = shlex.split(f"{SMALL} --every 6 --fragments 2 --delay 2 --compress none --steps 12")
-    whole = run_job(["-m", "mpi4py", str(SCRIPT), *way, "--run", "whole"], ranks=2, cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    sent, plain = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:bytes|of gradients)", whole.stdout))
-    assert plain == pytest.approx(6 * sent, rel=1e-3)
-
     ended = run_job(["-m", "mpi4py", "-c", ENDED, *way, "--run", "parts"], ranks=2, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "stopped after step 5 as asked" in ended.stdout
-    resumed = run_job(["-m", "mpi4py", str(SCRIPT), "--run", "parts", "--resume", "auto"], ranks=2, cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "anew" not in resumed.stderr
-    assert "goes on after step 5" in resumed.stdout
+    lines = ["2 --run parts --resume auto", " ".join(["2", *way, "--run whole"])]
+    (resumed, warned), (whole, _) = run_lines("gpt_local_steps", lines, tmp_path)
+    sent, plain = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:bytes|of gradients)", whole))
+    assert plain == pytest.approx(6 * sent, rel=1e-3)
+    assert "anew" not in warned
+    assert "goes on after step 5" in resumed
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
     assert tensors_of(tmp_path / "parts") == tensors_of(tmp_path / "whole")
-    assert re.findall(r"a rank sent .*", resumed.stdout) == re.findall(r"a rank sent .*", whole.stdout)
+    assert re.findall(r"a rank sent .*", resumed) == re.findall(r"a rank sent .*", whole)

@@ -5,11 +5,11 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from jobs import ROOT, needs_mpirun, run_job, write_text
+from jobs import ROOT, needs_mpirun, run_job, run_lines, write_text
 from safetensors.numpy import load_file
 
 import train_gpt
@@ -48,26 +48,51 @@ def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> N
     assert "\nit writes\n" in one_process
 
 
+class Run(NamedTuple):
+    """What a run printed, and its folder."""
+
+    printed: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return summary
+
+
+RUNS = {  # name -> number of ranks, and flags
+    "replicas of pipelines": "4 --dp 2 --pp 2 --schedule gpipe --microbatches 2",
+    "pipeline": "2 --pp 2 --microbatches 3 --recompute",
+    "replicas": "2 --dp 2 --lr 0.03 --lr-scale embed=1 --bucket-mb 0.01 --check-every 2",
+    "not clipped": "1 --clip 0",
+    "not clipped, in parts": "2 --clip 0 --dp 2 --microbatches 3 --eval-every 2",
+}
+
+
 @pytest.fixture(scope="module")
-def dp_2_pp_2(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What two replicas of two stages print, and their folder."""
-    cwd = tmp_path_factory.mktemp("dp_2_pp_2")
-    layout = "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --run here"
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *layout.split()], ranks=4, cwd=cwd)
-    assert result.returncode == 0, result.stderr
-    return result.stdout, cwd / "here"
+def runs(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Some runs of the script in different layouts, one after another in one job."""
+    return run_all(RUNS, tiny, tmp_path_factory.mktemp("runs"))
+
+
+def run_all(runs: dict[str, str], tiny: list[str], cwd: Path) -> dict[str, Run]:
+    lines = [
+        " ".join([ranks, *tiny, *flags, "--run", f"run{i}"])
+        for i, (ranks, *flags) in enumerate(map(str.split, runs.values()))
+    ]
+    said = run_lines("train_gpt", lines, cwd)
+    return {name: Run(printed, cwd / f"run{i}") for i, (name, (printed, _)) in enumerate(zip(runs, said, strict=True))}
 
 
 @needs_mpirun
-def test_every_layout_trains_the_same_model(
-    one_process: str, dp_2_pp_2: tuple[str, Path], tiny: list[str], tmp_path: Path
-) -> None:
+def test_every_layout_trains_the_same_model(one_process: str, runs: dict[str, Run]) -> None:
     """That of two replicas alone has losses that are known: see test_the_numbers_are_what_they_were."""
-    assert learned(dp_2_pp_2[0]) == learned(one_process)
-    layout = "--pp 2 --microbatches 3 --recompute"
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *layout.split()], ranks=2, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert learned(result.stdout) == learned(one_process)
+    assert learned(runs["replicas of pipelines"].printed) == learned(one_process)
+    assert learned(runs["pipeline"].printed) == learned(one_process)
 
 
 @needs_mpirun
@@ -75,41 +100,36 @@ def test_every_layout_trains_the_same_model(
 def test_shards_train_the_same_model_and_go_on_in_another_layout(
     one_process: str, tiny: list[str], tmp_path: Path
 ) -> None:
-    flags = [*tiny, *shlex.split("--dp 2 --pp 2 --microbatches 2 --zero 2 --run here")]
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=4, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert learned(result.stdout) == learned(one_process)
-    halfway = str(tmp_path / "here" / "checkpoints" / "step-00000002")
-    flags = [*tiny, *shlex.split(f"--resume {halfway} --dp 1 --pp 2 --microbatches 3 --zero 0 --run there")]
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=2, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert learned(result.stdout) == learned(one_process)
+    runs = {
+        "shards": "4 --dp 2 --pp 2 --microbatches 2 --zero 2",
+        "another layout": "2 --resume run0/checkpoints/step-00000002 --dp 1 --pp 2 --microbatches 3 --zero 0",
+    }
+    for run in run_all(runs, tiny, tmp_path).values():
+        assert learned(run.printed) == learned(one_process)
 
 
 @needs_mpirun
 @pytest.mark.long
 def test_exact_sums_give_one_hash_of_the_weights_in_every_layout(tiny: list[str], tmp_path: Path) -> None:
+    runs = {
+        "one process": "1 --microbatches 4",
+        "replicas": "2 --dp 2 --microbatches 2",
+        "pipeline": "2 --pp 2 --schedule 1f1b --microbatches 4",
+        "another pipeline goes on": "2 --resume run1/checkpoints/step-00000002 --dp 1 --pp 2 --schedule zero_bubble_h1"
+        " --microbatches 4",
+    }
     exact = [*tiny, "--dtype", "float32", "--exact"]
-    layouts = {"--microbatches 4": 1, "--dp 2 --microbatches 2": 2, "--pp 2 --schedule 1f1b --microbatches 4": 2}
-    hashes = set()
-    for number, (layout, ranks) in enumerate(layouts.items()):
-        flags = [*exact, *layout.split(), "--run", f"run{number}"]
-        result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=ranks, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-        hashes |= set(re.findall(r"^weights ([0-9a-f]{64})$", result.stdout, re.MULTILINE))
-    assert len(hashes) == 1
-    halfway = str(tmp_path / "run1" / "checkpoints" / "step-00000002")
-    flags = [
-        *exact,
-        *shlex.split(f"--resume {halfway} --dp 1 --pp 2 --schedule zero_bubble_h1 --microbatches 4 --run on"),
+    hashes = [
+        re.findall(r"^weights ([0-9a-f]{64})$", run.printed, re.MULTILINE)
+        for run in run_all(runs, exact, tmp_path).values()
     ]
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags], ranks=2, cwd=tmp_path)
-    assert re.findall(r"^weights (\w+)$", result.stdout, re.MULTILINE) == list(hashes), result.stderr
+    assert len(hashes[0]) == 1
+    assert hashes == hashes[:1] * 4
 
 
 @needs_mpirun
-def test_the_timeline_shows_the_last_step_on_every_rank(dp_2_pp_2: tuple[str, Path]) -> None:
-    _, folder = dp_2_pp_2
+def test_the_timeline_shows_the_last_step_on_every_rank(runs: dict[str, Run]) -> None:
+    folder = runs["replicas of pipelines"].folder
     trace = json.loads((folder / "timeline.json").read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for rank in range(4):
@@ -157,38 +177,33 @@ def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
 
 
 @needs_mpirun
-def test_the_numbers_are_what_they_were(tiny: list[str], tmp_path: Path) -> None:
+def test_the_numbers_are_what_they_were(runs: dict[str, Run]) -> None:
     """Every layout could leave out the same thing: clipping, a fresh dropout mask each step, a window's weight."""
-    flags = shlex.split("--dp 2 --lr 0.03 --lr-scale embed=1 --run here --bucket-mb 0.01 --check-every 2")
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
+    run = runs["replicas"]
+    losses = [line["loss"] for line in run.metrics]
     assert losses == pytest.approx([5.547860548689599, 4.961436873899422, 4.222565230060095, 3.823816592687667], 1e-9)
-    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
-    assert summary["validation_loss"] == pytest.approx(3.654439227898221, rel=1e-9)
-    trace = json.loads((tmp_path / "here" / "timeline.json").read_text())
+    assert run.summary["validation_loss"] == pytest.approx(3.654439227898221, rel=1e-9)
+    trace = json.loads((run.folder / "timeline.json").read_text())
     buckets = {event["name"] for event in trace["traceEvents"] if event.get("cat", "").startswith("bucket")}
     assert len(buckets) > 2, "--bucket-mb cuts the gradients"
 
 
 @needs_mpirun
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["int8", "powersgd", "topk"])
-def test_a_run_with_compression_goes_on_bit_by_bit_and_says_what_it_sent(
-    tiny: list[str], tmp_path: Path, dtype: str
-) -> None:
-    lines, said = [], []
-    for flags in ("--run here", "--run again --resume {}"):
-        middle = min((tmp_path / "here" / "checkpoints").glob("*2"), default="")
-        flags = f"--dp 2 --compress {dtype} {flags.format(middle)}"
-        result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags.split()], ranks=2, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-        said += re.findall(r"a rank sent [\d,]+ bytes of gradients, [\d,]+ without --compress", result.stdout)
-        metrics = (tmp_path / flags.split()[5] / "metrics.jsonl").read_text().splitlines()
-        lines.append([(json.loads(line)["loss"], json.loads(line)["grad_norm"]) for line in metrics])
-    assert len(lines[0]) == 4
-    assert lines[0] == lines[1]
-    assert said == said[:1] * 2  # of the whole run
+def test_a_run_with_compression_goes_on_bit_by_bit_and_says_what_it_sent(tiny: list[str], tmp_path: Path) -> None:
+    hooks = ("int8", "powersgd", "topk")
+    halfway = {f"{hook} again": f"--resume run{i}/checkpoints/step-00000002" for i, hook in enumerate(hooks)}
+    named = {**dict.fromkeys(hooks, ""), **halfway}
+    runs = {name: f"2 --dp 2 --compress {name.split()[0]} {resume}" for name, resume in named.items()}
+    found = run_all(runs, tiny, tmp_path)
+    for hook in hooks:
+        lines, said = [], []
+        for run in (found[hook], found[f"{hook} again"]):
+            said += re.findall(r"a rank sent [\d,]+ bytes of gradients, [\d,]+ without --compress", run.printed)
+            lines.append([(line["loss"], line["grad_norm"]) for line in run.metrics])
+        assert len(lines[0]) == 4
+        assert lines[0] == lines[1], hook
+        assert said == said[:1] * 2, hook  # of the whole run
 
 
 @needs_mpirun
@@ -198,12 +213,11 @@ def test_a_run_with_compression_goes_on_in_any_layout_and_with_any_other(tiny: l
     plain = "--dp 2 --pp 1 --microbatches 1 --bucket-mb 25 --compress"
     layouts = [f"{plain} int8", f"{plain} int8 --bucket-mb 0.005", f"{plain} powersgd"]
     layouts += ["--dp 1 --pp 2 --microbatches 2 --compress int8", f"{plain} none", f"{plain} topk"]
-    for steps, layout in enumerate(layouts, start=1):
-        flags = f"{layout} --steps {steps} --resume auto --run here".split()
-        result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-        anew = "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
-        assert (anew in result.stderr) == (steps in (2, 3, 4, 6)), (steps, result.stderr)  # 4 kept nothing for 5
+    flags = [f"{layout} --steps {steps} --resume auto --run here" for steps, layout in enumerate(layouts, start=1)]
+    said = run_lines("train_gpt", [" ".join(["2", *tiny, each]) for each in flags], tmp_path)
+    anew = "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
+    begun_anew = [step for step, (_, warned) in enumerate(said, start=1) if anew in warned]
+    assert begun_anew == [2, 3, 4, 6], said  # 4 kept nothing for 5
     lines = (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(len(layouts)))
 
@@ -245,21 +259,14 @@ def test_a_step_becomes_a_graph_where_nothing_goes_through_the_host(monkeypatch:
     assert not train_gpt.becomes_graph(settings, 1, nccl)
 
 
-def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(tiny: list[str], tmp_path: Path) -> None:
-    flags = ["--clip", "0", "--run", "plain"]
-    assert run_job([*LIGHTLY, *tiny, *flags], ranks=None, cwd=tmp_path).returncode == 0
-    flags = shlex.split("--clip 0 --dp 2 --microbatches 3 --eval-every 2 --run parts")
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    plain, parts = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("plain", "parts")
-    )
+@needs_mpirun
+def test_gradients_add_up_without_a_pipeline_and_evaluation_disturbs_nothing(runs: dict[str, Run]) -> None:
+    whole, in_parts = runs["not clipped"], runs["not clipped, in parts"]
+    plain, parts = whole.metrics, in_parts.metrics
     assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in plain], rel=1e-9)
     assert [line["step"] for line in parts if "validation_loss" in line] == [1, 3]
-    summary = json.loads((tmp_path / "plain" / "summary.json").read_text())
-    assert parts[-1]["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-9)
-    events = json.loads((tmp_path / "parts" / "timeline.json").read_text())["traceEvents"]
+    assert parts[-1]["validation_loss"] == pytest.approx(whole.summary["validation_loss"], rel=1e-9)
+    events = json.loads((in_parts.folder / "timeline.json").read_text())["traceEvents"]
     assert {"0F0", "0F1", "0F2"} <= {event["name"] for event in events}
 
 
@@ -281,22 +288,17 @@ def test_a_sample_ends_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -
 @needs_mpirun
 @pytest.mark.long
 def test_a_run_begins_with_another_s_weights_in_any_layout(tiny: list[str], tmp_path: Path) -> None:
-    assert run_job([*LIGHTLY, *tiny, "--run", "first"], ranks=None, cwd=tmp_path).returncode == 0
-    first = json.loads((tmp_path / "first" / "summary.json").read_text())["validation_loss"]
-    still = shlex.split("--steps 1 --lr 1e-15 --weight-decay 0 --init-from first")
-    for layout in ("--dp 2", "--pp 2 --microbatches 2"):
-        name = layout[2:4]
-        flags = [*still, *layout.split(), "--optimizer", "muon", "--run", name]
-        result = run_job(["-m", "mpi4py", *LIGHTLY, *tiny, *flags], ranks=2, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-        loss = json.loads((tmp_path / name / "summary.json").read_text())["validation_loss"]
-        assert loss == pytest.approx(first, rel=1e-9)
+    still = "--steps 1 --lr 1e-15 --weight-decay 0 --init-from run0"
+    layouts = {layout: f"2 {still} --optimizer muon {layout}" for layout in ("--dp 2", "--pp 2 --microbatches 2")}
+    first, *others = run_all({"first": "1", **layouts}, tiny, tmp_path).values()
+    for other in others:
+        assert other.summary["validation_loss"] == pytest.approx(first.summary["validation_loss"], rel=1e-9)
     for flags, words in (
-        (["--heads", "1"], "--heads is 2 in --init-from first, got 1"),
-        (["--width", "32"], "--width is 16 in --init-from first, got 32"),
+        (["--heads", "1"], "--heads is 2 in --init-from run0, got 1"),
+        (["--width", "32"], "--width is 16 in --init-from run0, got 32"),
         (["--init-from", "nowhere"], "--init-from must be a run, a checkpoint or GPT-2's files, got nowhere"),
     ):
-        result = run_job([*LIGHTLY, *tiny, *still, *flags], ranks=None, cwd=tmp_path)
+        result = run_job([*LIGHTLY, *tiny, *still.split(), *flags], ranks=None, cwd=tmp_path)
         assert (result.returncode, result.stderr.strip()) == (2, f"train_gpt.py: {words}")
 
 

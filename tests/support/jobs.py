@@ -40,6 +40,36 @@ def run_job(
     return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
 
 
+def run_lines(
+    script: str, lines: Sequence[str], cwd: Path, *, sample_tokens: int = 40, limit_seconds: float = LIMIT_SECONDS
+) -> list[tuple[str, str]]:
+    """Run an example with many command lines, each after the number of its ranks, in one job; none may fail.
+
+    Args:
+        sample_tokens: how many the example writes at its end, if it writes any.
+    Returns:
+        What each run said on stdout and on stderr.
+    """
+    (cwd / "lines").write_text("".join(f"{line}\n" for line in lines))
+    many_runs = str(ROOT / "tests" / "support" / "many_runs.py")
+    arguments = ["-m", "mpi4py", many_runs, script, str(sample_tokens), "lines"]
+    ranks = max(int(line.split()[0]) for line in lines)
+    result = run_job(arguments, ranks=ranks, cwd=cwd, limit_seconds=limit_seconds)
+    (cwd / "lines").unlink()
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return list(zip(*(_parts(said, lines) for said in (result.stdout, result.stderr)), strict=True))
+
+
+def _parts(said: str, lines: Sequence[str]) -> list[str]:
+    """Cut what a job said where its command lines stand."""
+    parts = []
+    for line in reversed(lines):
+        said, _, part = said.rpartition(f"{line}\n")
+        parts.append(part)
+    assert said == "", said
+    return parts[::-1]
+
+
 def start(command: Sequence[str], cwd: Path, *, new_session: bool = False) -> subprocess.Popen[str]:
     """Start a command that says what it says to whoever started it; a session of its own can be killed as a whole."""
     pipe = subprocess.PIPE

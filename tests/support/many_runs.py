@@ -1,9 +1,10 @@
 """Run an example many times in one job: the command lines are a file's, one a line, on every rank alike.
 
-    mpirun -n 4 python -m mpi4py tests/support/many_runs.py train_gpt COMMAND_LINES
+    mpirun -n 4 python -m mpi4py tests/support/many_runs.py train_gpt SAMPLE_TOKENS COMMAND_LINES
 
-Each is run as a script is, by its own `main`, on the first ranks of the job that it needs. A line that fails ends the
-job, as it would end a run of its own.
+Each is run as a script is, by its own `main`, on the first ranks of the job that it needs; above what it says on
+stdout and on stderr stands the line itself. One that fails ends the job, as it would end a run of its own.
+`jobs.run_lines` starts it.
 """
 
 import sys
@@ -18,12 +19,14 @@ from distributed.run import command_line
 
 def main() -> None:
     everyone = world()
-    script = lightly.load(sys.argv[1], sample_tokens=2)
-    for line in Path(sys.argv[2]).read_text().splitlines():
+    _, name, sample_tokens, command_lines = sys.argv
+    script = lightly.load(name, sample_tokens=int(sample_tokens))
+    for line in Path(command_lines).read_text().splitlines():
         size, *arguments = line.split()
         if everyone.rank == 0:
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+            for stream in (sys.stdout, sys.stderr):
+                stream.write(f"{line}\n")
+                stream.flush()
         part = everyone.split(int(everyone.rank >= int(size)))
         if everyone.rank < int(size):
             run(script, part, arguments)
