@@ -164,6 +164,14 @@ def whole_model(ranks, program, layout, *args):
 
 @pytest.mark.ranks(2)
 def test_the_next_step_is_the_one_that_was_to_come(ranks, tmp_path):
+    """Saved in each layout and loaded in its two neighbours of the list: its shards, stages and chunks change."""
+    layouts = [layout for layout in LAYOUTS if num_ranks(layout) <= 2]
+    check(ranks, tmp_path, {layout: [layouts[i - 1], layouts[i - 2]] for i, layout in enumerate(layouts)})
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2)
+def test_so_it_is_from_every_layout_of_two_ranks_and_to_every(ranks, tmp_path):
     layouts = [layout for layout in LAYOUTS if num_ranks(layout) <= 2]
     check(ranks, tmp_path, dict.fromkeys(layouts, layouts))
 

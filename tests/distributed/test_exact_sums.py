@@ -54,12 +54,10 @@ def in_one_process(num_steps=2):
 
 
 LAYOUTS = [
-    (1, 4, "gpipe"),
     (1, 2, "1f1b"),
     (1, 2, "zbv"),
     (1, 4, "zero_bubble_h1"),
     (2, 1, "gpipe"),
-    (4, 1, "gpipe"),
     (8, 1, "gpipe"),
     (2, 2, "interleaved_1f1b"),
     (2, 2, "zbv"),

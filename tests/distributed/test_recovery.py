@@ -108,7 +108,7 @@ def test_a_buddy_counts_after_a_recovery_too():
     assert [recovery.source for recovery in recoveries] == ["a buddy's copy"] * 2
 
 
-@pytest.mark.parametrize(("victim", "calls"), pairs([0, 2], range(0, 90, 6)))
+@pytest.mark.parametrize(("victim", "calls"), pairs([0, 2], range(0, 90, 9)))
 def test_a_rank_may_die_in_any_call(victim, calls):
     expected, _ = undisturbed(3, 1, "1f1b")
     results = world(3, {victim: calls}).run(train, builder())

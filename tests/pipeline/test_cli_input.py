@@ -115,7 +115,7 @@ TABLE = st.lists(st.lists(CELL, max_size=8), max_size=4)
 
 
 @given(TABLE, st.sampled_from(["check", "draw", "dump"]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_table_is_a_schedule_or_one_error(tmp_path, capsys, table, command):
     path = tmp_path / "any.csv"
     path.write_text("\n".join(",".join(row) for row in table), encoding="utf-8", errors="replace")
@@ -130,7 +130,7 @@ OPTIONS = ["--forward", "--backward-input", "--latency", "--bandwidth", "--messa
 
 
 @given(st.sampled_from(["draw", "simulate", "compare"]), st.dictionaries(st.sampled_from(OPTIONS), NUMBER, max_size=3))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_numbers_are_an_answer_or_one_line(capsys, command, options):
     arguments = [command, "1f1b", *(f"{option}={number}" for option, number in options.items())]
     status, out, err = run(arguments, capsys)

@@ -192,7 +192,7 @@ def test_every_sample_may_be_a_micro_batch(monkeypatch: pytest.MonkeyPatch, caps
 def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(LocalStages, "sum_tied", lambda self, before: None)
     with pytest.raises(SystemExit) as stop:
-        main(["verify", "gpt"])
+        main(["verify", "gpt", "--dp", "1", "--pp", "2", "--microbatches", "2"])
     assert stop.value.code == 1
     assert capsys.readouterr().err.startswith("not equal to one process: [rank 0] dp 0, pp 0: step 0: the gradient of")
 
