@@ -25,6 +25,20 @@ def as_int(value: Any) -> int | None:
         return None
 
 
+def check_sizes(name: str, **sizes: Any) -> None:
+    """Check what says how large something is.
+
+    Raises:
+        TypeError: a size is no integer.
+        ValueError: it is below 1.
+    """
+    for what, size in sizes.items():
+        if as_int(size) is None:
+            raise TypeError(f"{name}: {what} must be an integer, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name}: {what} must be at least 1, got {size}")
+
+
 def as_array(data: Any) -> Array:
     """Return `data` as an array that ops can take.
 

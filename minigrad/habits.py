@@ -140,6 +140,22 @@ OPTIMIZER = {
     "load_state_dict": "distributed.checkpoint.Checkpointer for a run",
 }
 
+_PARTIAL_STEP = "minigrad.backward(loss) for all losses of a step but the last, ddp.hooks(num_samples=of all) for that"
+
+# Attributes of a DistributedDataParallel.
+REPLICATED = {
+    "module": "ddp.model",
+    "no_sync": _PARTIAL_STEP,
+    "require_backward_grad_sync": _PARTIAL_STEP,
+    "register_comm_hook": "DistributedDataParallel(model, comm, comm_hook=...)",
+    **{
+        name: f"ddp.model.{name}(...)"
+        for name in ("eval", "load_state_dict", "named_parameters", "parameters", "state_dict", "train")
+    },
+    "forward": "ddp.model(x)",
+    "zero_grad": "optimizer.zero_grad()",
+}
+
 _NUMPY_ARRAYS = {name: f"numpy.{name}(...): every op takes arrays" for name in ("arange", "eye", "linspace")}
 _NUMPY_LEAVES = {
     name: f"minigrad.Tensor(numpy.{name}(...)); every op takes arrays too"
@@ -236,6 +252,14 @@ OPTIONS = {
     "create_graph": "nothing: derivatives are of first order",
     "gradient": "minigrad.backward_with_grad(y, cotangent)",
     "set_to_none": "nothing: zero_grad() marks gradients fresh, which is as cheap",
+    "device_ids": "nothing: a model is made on its device, minigrad.backend.use_gpu(local_rank()) says which",
+    "output_device": "nothing: a model is made on its device, minigrad.backend.use_gpu(local_rank()) says which",
+    "process_group": "the communicator, in second place: DistributedDataParallel(model, world())",
+    "find_unused_parameters": "nothing: which parameters a backward reaches is known when it starts",
+    "static_graph": "nothing: which parameters a backward reaches is known when it starts",
+    "gradient_as_bucket_view": "nothing: gradients lie in their buckets",
+    "bucket_cap_mb": "bucket_bytes=",
+    "broadcast_buffers": "buffers=",
     "strict": "nothing: names must match; merge two dicts to load a part, {**model.state_dict(), **part}",
     **dict.fromkeys(("input", "logits", "other", "target", "targets"), "the array in its place, by position"),
 }

@@ -27,8 +27,8 @@ def warmup_cosine(
     """
     if not 0 <= num_warmup_steps <= num_steps:
         raise ValueError(f"num_warmup_steps must be between 0 and num_steps, got {num_warmup_steps} and {num_steps}")
-    if not 0 <= floor <= peak:
-        raise ValueError(f"floor must be between 0 and peak, got {floor} and {peak}")
+    if not 0 <= floor <= peak < math.inf:
+        raise ValueError(f"floor must be between 0 and peak, which is finite, got {floor} and {peak}")
 
     def lr(step: int) -> float:
         if step < num_warmup_steps:
@@ -47,5 +47,9 @@ def scaled(lr: float | Callable[[int], float], factor: float) -> float | Callabl
     Args:
         lr: a number, or a function of the step.
         factor: on it.
+    Raises:
+        ValueError: the factor is negative or not finite.
     """
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"the factor of a learning rate must be at least 0 and finite, got {factor}")
     return (lambda step: factor * lr(step)) if callable(lr) else factor * lr

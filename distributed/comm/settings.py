@@ -35,3 +35,12 @@ class Settings:
     survive: bool = False
     max_message_elements: int = MAX_MESSAGE_ELEMENTS
     hosts: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_seconds)
+
+
+def check_timeout(seconds: float) -> None:
+    """Raise ValueError where no wait could be so long."""
+    if not seconds > 0:
+        raise ValueError(f"timeout_seconds must be above 0, got {seconds}")

@@ -15,7 +15,7 @@ from typing import NoReturn
 from distributed.comm.communicator import Communicator
 from distributed.comm.mpi.lifetime import NEWCOMER, starting
 from distributed.comm.outcome import note_end
-from distributed.comm.settings import LaunchError, Settings
+from distributed.comm.settings import LaunchError, Settings, check_timeout
 from distributed.comm.solo import SoloCommunicator
 from distributed.comm.topology import describe_places, this_place
 
@@ -63,9 +63,11 @@ def world(
             a GPU of its own, its current one. They begin and end on the GPU: no rank waits for them on the host, so no
             timeout ends them; a message that nobody sends has one.
     Raises:
+        ValueError: timeout_seconds is not above 0.
         LaunchError: a launcher started several ranks, and the MPI library of mpi4py sees one: they are of two MPIs; or
             this MPI cannot do what is asked.
     """
+    check_timeout(timeout_seconds)
     if not launched_by_mpi():
         return SoloCommunicator()
     for component, left_out in _NOT_OF_OPEN_MPI.items():

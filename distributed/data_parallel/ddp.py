@@ -27,6 +27,7 @@ from distributed.data_parallel.shares import NO_SAMPLES, Share, count
 from distributed.protocols import HasParameters
 from distributed.trace.clock import clock_of
 from distributed.trace.recorder import Recorder
+from minigrad import habits
 from minigrad.autodiff.hooks import Hooks
 from minigrad.autodiff.mode import check_told_again
 from minigrad.backend import xp_of
@@ -87,8 +88,10 @@ class DistributedDataParallel:
         ValueError: the ranks' parameters differ in name, shape or dtype, or their buckets do: by bucket_bytes, or by
             an optimizer made before that placed parameters otherwise. The same message on every rank. Or check_every
             is negative, buffers is none of `BUFFERS`, or one of them is not the same on all.
+        TypeError: model or comm is something else, or an option is none of these.
     """
 
+    @habits.own_options
     def __init__(
         self,
         model: HasParameters,
@@ -104,6 +107,10 @@ class DistributedDataParallel:
         buffers: str = "own",
         recorder: Recorder | None = None,
     ) -> None:
+        if not hasattr(model, "parameters"):
+            raise TypeError(f"DistributedDataParallel takes a model with parameters(), got {type(model).__name__}")
+        if not isinstance(comm, Communicator):
+            raise TypeError(f"DistributedDataParallel takes a communicator, such as world(), got {type(comm).__name__}")
         if check_every < 0:
             raise ValueError(f"check_every must not be negative, got {check_every}")
         if buffers not in BUFFERS:
@@ -394,3 +401,6 @@ class DistributedDataParallel:
             if self._is_exact:  # rounded to what a loss has: no order of the sum shows
                 return float(np.float32(math.fsum(self.comm.allgather(total).wait()[:, 0])))
             return float(self.comm.allreduce(total).wait()[0])
+
+
+habits.teach(DistributedDataParallel, habits.REPLICATED)

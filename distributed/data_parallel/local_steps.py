@@ -43,7 +43,7 @@ from minigrad.flat import FlatBuffer
 from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
-from minigrad.optim.update_rules import LearningRate, Rule
+from minigrad.optim.update_rules import LearningRate, Rule, check_rates
 from minigrad.parameter import Parameter
 
 
@@ -54,10 +54,15 @@ class Nesterov:
     v = momentum v + g; w -= lr (g + momentum v).
 
     Source: Sutskever et al. 2013, in the form of PyTorch's SGD(nesterov=True).
+    Raises:
+        ValueError: the learning rate is negative or not finite, or momentum is not from 0 to below 1.
     """
 
     lr: LearningRate = 0.7
     momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_rates(self, momentum=self.momentum)
 
     def init(self, data: Array) -> dict[str, Array]:
         return {"velocity": np.zeros_like(data)}

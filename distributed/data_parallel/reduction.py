@@ -26,6 +26,7 @@ from distributed.data_parallel.comm_hooks import CommHook, allreduce
 from distributed.data_parallel.zero.sharded import ShardedBuckets
 from distributed.data_parallel.zero.sharded_gradients import GradientShards
 from distributed.trace.recorder import Recorder
+from minigrad.arguments import as_int
 from minigrad.parameter import Parameter
 
 
@@ -51,6 +52,7 @@ class Reduction:
 
     Raises:
         ValueError: one of them has no such value, or two do not go together.
+        TypeError: bucket_bytes is no integer, or comm_hook no function.
     """
 
     bucket_bytes: int | None = None
@@ -61,6 +63,10 @@ class Reduction:
     sums: str = "plain"
 
     def __post_init__(self) -> None:
+        if self.bucket_bytes is not None and as_int(self.bucket_bytes) is None:
+            raise TypeError(f"bucket_bytes must be an integer, got {self.bucket_bytes!r}")
+        if not callable(self.comm_hook):
+            raise TypeError(f"a comm_hook is a function of a bucket and a communicator, got {self.comm_hook!r}")
         if self.zero not in (0, 1, 2):
             raise ValueError(f"zero must be 0, 1 or 2, got {self.zero}")
         if self.sums not in ("plain", "exact"):

@@ -55,6 +55,8 @@ class Share(NamedTuple):
             RuntimeError: a rank has left this step out, and is at its next batch.
         """
         check_all_in_step(counts)
+        if not np.array_equal(counts[:, 0], np.floor(counts[:, 0])):
+            raise ValueError(f"num_samples must be a whole number, got {counts[:, 0].tolist()} by rank")
         num_samples, weights = counts[:, 0].astype(int).tolist(), counts[:, 1].tolist()
         here = [r for r, weight in enumerate(weights) if weight != NO_SAMPLES]
         if not here:

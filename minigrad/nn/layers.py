@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from minigrad import rng
-from minigrad.arguments import as_int
+from minigrad.arguments import as_int, check_sizes
 from minigrad.backend import Array, xp_of
 from minigrad.nn.init import ParamGetter, normal, zeros
 from minigrad.nn.key_value_cache import KeyValueCache
@@ -38,6 +38,7 @@ class Linear(Module):
     def __init__(
         self, param: ParamGetter, num_in: int, num_out: int, *, std: float | None = None, bias: bool = True
     ) -> None:
+        check_sizes(type(self).__name__, num_in=num_in, num_out=num_out)
         std = 1 / math.sqrt(num_in) if std is None else std
         self.weight = param("weight", (num_in, num_out), normal(std))
         self.bias = param("bias", (num_out,), zeros) if bias else None
@@ -73,6 +74,7 @@ class Conv2d(Module):
     ) -> None:
         one = as_int(size)
         height, width = size if one is None else (one, one)  # type: ignore[misc]
+        check_sizes("Conv2d", num_in=num_in, num_out=num_out, height=height, width=width)
         std = 1 / math.sqrt(num_in * height * width) if std is None else std
         self.stride, self.padding = stride, padding
         self.weight = param("weight", (num_out, num_in, height, width), normal(std))
@@ -86,6 +88,7 @@ class Embedding(Module):
     """Look rows up: integers (...) -> (..., width)."""
 
     def __init__(self, param: ParamGetter, num_rows: int, width: int, *, std: float = 0.02) -> None:
+        check_sizes("Embedding", num_rows=num_rows, width=width)
         self.weight = param("weight", (num_rows, width), normal(std))
 
     def __call__(self, ids: Array) -> Tensor:
@@ -142,6 +145,9 @@ class MultiHeadAttention(Module):
     """
 
     def __init__(self, param: ParamGetter, width: int, num_heads: int, *, std: float, out_std: float) -> None:
+        check_sizes("MultiHeadAttention", width=width, num_heads=num_heads)
+        if width % num_heads:
+            raise ValueError(f"MultiHeadAttention: width must be divisible by num_heads, got {width} and {num_heads}")
         self.num_heads = num_heads
         self.qkv = Linear(param.at("qkv"), width, 3 * width, std=std)
         self.out = Linear(param.at("out"), width, width, std=out_std)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from minigrad.arguments import check_sizes
 from minigrad.autodiff.mode import is_replaying
 from minigrad.backend import Array, place
 from minigrad.nn.buffer import Buffer
@@ -21,6 +22,7 @@ class LayerNorm(Module):
     """Normalise the last axis: (..., width) -> (..., width)."""
 
     def __init__(self, param: ParamGetter, width: int) -> None:
+        check_sizes("LayerNorm", width=width)
         self.gain = param("gain", (width,), ones)
         self.bias = param("bias", (width,), zeros)
 
@@ -32,6 +34,7 @@ class RMSNorm(Module):
     """Scale the last axis to mean square 1: (..., width) -> (..., width)."""
 
     def __init__(self, param: ParamGetter, width: int) -> None:
+        check_sizes("RMSNorm", width=width)
         self.gain = param("gain", (width,), ones)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -49,6 +52,7 @@ class GroupNorm(Module):
     """
 
     def __init__(self, param: ParamGetter, num_groups: int, width: int, *, eps: float = 1e-5) -> None:
+        check_sizes("GroupNorm", width=width)
         if num_groups < 1 or width % num_groups:
             raise ValueError(f"GroupNorm: num_groups must divide the width, got {num_groups} and {width}")
         self.num_groups, self.eps = num_groups, eps
@@ -78,6 +82,7 @@ class BatchNorm(Module):
     def __init__(self, param: ParamGetter, width: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
         self.eps, self.momentum = eps, momentum
         self.loss_weight: Callable[[], float] | None = None  # see `weight` of `ops.batch_norm`
+        check_sizes("BatchNorm", width=width)
         self.gain = param("gain", (width,), ones)
         self.bias = param("bias", (width,), zeros)
         dtype, device = self.gain.dtype, param.device

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from minigrad.backend import Array, widened, xp_of
 from minigrad.flat_range import FlatRange
-from minigrad.optim.update_rules import AdamW, DividingRule, LearningRate, Rule, TakesALearningRate
+from minigrad.optim.update_rules import AdamW, DividingRule, LearningRate, Rule, TakesALearningRate, check_rates
 from minigrad.parameter import Parameter
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x -> a x + b x^3 + c x^5, steep at 0; singular values end in 0.7 to 1.2
@@ -63,7 +63,7 @@ class Muon(TakesALearningRate, DividingRule):
         others: the rule of all other parameters, with its own learning rate.
         chooses: which parameters are matrices to this rule; each must have two axes.
     Raises:
-        ValueError: num_iterations is below 1, or momentum is not from 0 to below 1.
+        ValueError: num_iterations is below 1, a number is negative or not finite, or momentum is not below 1.
     """
 
     lr: LearningRate = 0.02
@@ -76,8 +76,7 @@ class Muon(TakesALearningRate, DividingRule):
     def __post_init__(self) -> None:
         if self.num_iterations < 1:
             raise ValueError(f"num_iterations must be at least 1, got {self.num_iterations}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be from 0 to below 1, got {self.momentum}")
+        check_rates(self, momentum=self.momentum)
 
     def divide(self, part: FlatRange) -> Iterator[tuple[FlatRange, Rule]]:
         """Cut a range of memory into single matrices and what lies between them.

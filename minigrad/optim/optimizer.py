@@ -23,13 +23,22 @@ FROZEN = 2  # a kind of parameter to a whole step on a GPU; 1: with weight decay
 
 def _at(lr: LearningRate, step: int) -> float:
     """Return the learning rate of a step."""
-    return lr(step) if callable(lr) else lr
+    if not callable(lr):
+        return lr
+    rate = lr(step)
+    if not isinstance(rate, (int, float, np.number)) or not 0 <= rate < math.inf:
+        raise ValueError(f"the learning rate of step {step} must be a number of at least 0 and finite, got {rate!r}")
+    return rate
 
 
 def _checked(params: Iterable[Parameter]) -> Iterator[Parameter]:
+    if hasattr(params, "parameters"):
+        raise TypeError(f"Optimizer takes parameters, got a {type(params).__name__}: give its .parameters()")
     for p in params:
         if isinstance(p, dict):
             raise TypeError(f"Optimizer takes parameters, got a dict; groups are the rule's: write {habits.GROUPS}")
+        if not isinstance(p, Parameter):
+            raise TypeError(f"Optimizer takes parameters, got {type(p).__name__}: name it, Parameter(array, name)")
         yield p
 
 
@@ -83,8 +92,9 @@ class Optimizer:
         norm_over: NormOver | None = None,
         parts: Sequence[FlatRange] | None = None,
     ) -> None:
-        if not hasattr(rule, "update"):
-            raise TypeError(f"Optimizer takes a rule, such as SGD(lr=0.1), got {type(rule).__name__}")
+        if not hasattr(rule, "update") or isinstance(rule, type):
+            got = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
+            raise TypeError(f"Optimizer takes a rule, such as SGD(lr=0.1), got {got}")
         self.params = list(dict.fromkeys(_checked(params)))
         if isinstance(rule, DividingRule):
             rule.check(self.params)

@@ -7,6 +7,7 @@ is 0, and so are squares of small gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -65,16 +66,40 @@ class TakesALearningRate:
         return super().__new__(cls)
 
 
+def check_rates(rule: Any, **rates: Any) -> None:
+    """Check what a rule multiplies by.
+
+    Args:
+        rule: that has a learning rate, too, and a weight decay or none.
+        rates: shares of an average that stay in a step, such as a momentum.
+    Raises:
+        ValueError: one is negative or not finite, or a share is not below 1.
+    """
+    name = type(rule).__name__
+    for what in ("lr", "weight_decay", "eps"):
+        value = getattr(rule, what, 0.0)
+        if not callable(value) and not 0 <= value < math.inf:
+            raise ValueError(f"{name}: {what} must be at least 0 and finite, got {value}")
+    for what, share in rates.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"{name}: {what} must be from 0 to below 1, got {share}")
+
+
 @dataclass(frozen=True)
 class SGD(TakesALearningRate):
     """Stochastic gradient descent: v = momentum v + g + weight_decay w; w -= lr v.
 
     Source: Sutskever et al. 2013, as commonly implemented (lr outside the velocity).
+    Raises:
+        ValueError: a number is negative or not finite, or momentum is not below 1.
     """
 
     lr: LearningRate
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rates(self, momentum=self.momentum)
 
     def init(self, data: Array) -> dict[str, Array]:
         return {"velocity": _zeros(data)} if self.momentum else {}
@@ -93,12 +118,18 @@ class AdamW(TakesALearningRate):
     m' = m / (1 - b1^t), v' = v / (1 - b2^t).
 
     Source: Loshchilov and Hutter 2019, algorithm 2.
+    Raises:
+        ValueError: a number is negative or not finite, or a beta is not below 1.
     """
 
     lr: LearningRate
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        beta1, beta2 = self.betas
+        check_rates(self, beta1=beta1, beta2=beta2)
 
     def init(self, data: Array) -> dict[str, Array]:
         return {"m": _zeros(data), "v": _zeros(data)}

@@ -16,7 +16,7 @@ import pytest
 
 import minigrad as mg
 from common.train_gpt_settings import TrainSettings
-from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, broadcast_params
+from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, broadcast_params, world
 from distributed.data_parallel.comm_hooks import compressed
 from minigrad.autodiff.mode import Capture, capturing
 from minigrad.flat import zero_grad
@@ -1052,3 +1052,46 @@ def test_a_step_that_is_captured_for_one_rank_alone_is_refused(kind: str) -> Non
                     ddp.hooks(num_samples=1, **given)
 
     LocalWorld(2).run(program)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (
+            lambda model, comm: DistributedDataParallel(model.parameters(), comm),
+            TypeError,
+            r"takes a model with parameters\(\), got list",
+        ),
+        (lambda model, comm: DistributedDataParallel(model, 2), TypeError, r"such as world\(\), got int"),
+        (
+            lambda model, comm: DistributedDataParallel(model, comm, comm_hook=3),
+            TypeError,
+            "a comm_hook is a function of a bucket and a communicator, got 3",
+        ),
+        (
+            lambda model, comm: DistributedDataParallel(model, comm, bucket_bytes=1.5),
+            TypeError,
+            "bucket_bytes must be an integer, got 1.5",
+        ),
+        (
+            lambda model, comm: DistributedDataParallel(model, comm).hooks(num_samples=1.5),
+            ValueError,
+            r"num_samples must be a whole number, got \[1.5\] by rank",
+        ),
+        (
+            lambda model, comm: DistributedDataParallel(model, comm)(1),
+            TypeError,
+            "'DistributedDataParallel' object is not callable",
+        ),
+    ],
+)
+def test_what_is_given_in_place_of_something_else_is_named(make, kind, words):
+    # An attribute that a list or a number lacks said so, from inside; a half sample was cut off.
+    with pytest.raises(kind, match=words):
+        make(build_mlp(0), SoloCommunicator())
+
+
+@pytest.mark.parametrize("make", [LocalWorld, lambda size, **options: world(**options)])
+def test_no_wait_is_shorter_than_nothing(make):
+    with pytest.raises(ValueError, match="timeout_seconds must be above 0, got -1"):
+        make(2, timeout_seconds=-1)

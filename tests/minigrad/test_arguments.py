@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import minigrad as mg
-from minigrad import nn
+import minigrad.models
+from minigrad import lr_schedule, nn, optim
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
 IMAGES = np.random.default_rng(1).standard_normal((1, 1, 4, 4))
@@ -335,3 +336,68 @@ def test_what_no_op_can_take_is_named(call: Callable[[], Any], kind: type[Except
     # NumPy's words, or "object has no attribute", came from the middle of an op; norms took what broadcast.
     with pytest.raises(kind, match=re.escape(words)):
         call()
+
+
+# -- what a layer, a rule and an optimizer are made with ----------------------------------
+
+PARAM = nn.ParamGetter()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: nn.Linear(PARAM, 0, 3), ValueError, "Linear: num_in must be at least 1, got 0"),
+        (lambda: nn.Linear(PARAM, 3, -1), ValueError, "Linear: num_out must be at least 1, got -1"),
+        (lambda: nn.Linear(PARAM, 1.5, 3), TypeError, "Linear: num_in must be an integer, got 1.5"),
+        (lambda: nn.Conv2d(PARAM, 1, 2, 0), ValueError, "Conv2d: height must be at least 1, got 0"),
+        (lambda: nn.Embedding(PARAM, 0, 2), ValueError, "Embedding: num_rows must be at least 1, got 0"),
+        (lambda: nn.LayerNorm(PARAM, 0), ValueError, "LayerNorm: width must be at least 1, got 0"),
+        (lambda: nn.RMSNorm(PARAM, "2"), TypeError, "RMSNorm: width must be an integer, got '2'"),
+        (lambda: nn.BatchNorm(PARAM, -2), ValueError, "BatchNorm: width must be at least 1, got -2"),
+        (lambda: nn.GroupNorm(PARAM, 1, 0), ValueError, "GroupNorm: width must be at least 1, got 0"),
+        (lambda: mg.models.MLP([4, 0, 2]), ValueError, "Linear: num_out must be at least 1, got 0"),
+        (lambda: optim.SGD(-0.1), ValueError, "SGD: lr must be at least 0 and finite, got -0.1"),
+        (lambda: optim.SGD(float("nan")), ValueError, "SGD: lr must be at least 0 and finite, got nan"),
+        (lambda: optim.SGD(0.1, momentum=1.0), ValueError, "SGD: momentum must be from 0 to below 1, got 1.0"),
+        (lambda: optim.AdamW(0.1, betas=(0.9, 1)), ValueError, "AdamW: beta2 must be from 0 to below 1, got 1"),
+        (lambda: optim.AdamW(0.1, eps=-1e-8), ValueError, "AdamW: eps must be at least 0 and finite, got -1e-08"),
+        (lambda: optim.Adam(0.1, weight_decay=-1), ValueError, "Adam: weight_decay must be at least 0 and finite"),
+        (lambda: optim.Muon(float("inf")), ValueError, "Muon: lr must be at least 0 and finite, got inf"),
+        (lambda: lr_schedule.scaled(0.1, float("nan")), ValueError, "must be at least 0 and finite, got nan"),
+        (lambda: lr_schedule.warmup_cosine(float("inf"), num_steps=2), ValueError, "which is finite, got 0.0 and inf"),
+        (
+            lambda: optim.Optimizer(nn.Linear(nn.ParamGetter(), 1, 1), optim.SGD(0.1)),
+            TypeError,
+            "Optimizer takes parameters, got a Linear: give its .parameters()",
+        ),
+        (
+            lambda: optim.Optimizer([mg.Tensor(np.ones(2))], optim.SGD(0.1)),
+            TypeError,
+            "Optimizer takes parameters, got Tensor: name it, Parameter(array, name)",
+        ),
+        (
+            lambda: optim.Optimizer([], optim.SGD),
+            TypeError,
+            "Optimizer takes a rule, such as SGD(lr=0.1), got the class SGD",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused_where_it_is_made(
+    make: Callable[[], Any], kind: type[Exception], words: str
+) -> None:
+    # Rates that are negative or nan trained, a width of 0 was a division by zero, a model in place of its parameters
+    # an attribute that somebody lacks.
+    with pytest.raises(kind, match=re.escape(words)):
+        make()
+
+
+@pytest.mark.parametrize("rate", [float("nan"), -1.0, "fast", None])
+def test_a_learning_rate_that_is_none_is_refused_in_its_step(rate: Any) -> None:
+    w = mg.Parameter(np.ones(2), "w")
+    optimizer = optim.Optimizer([w], optim.SGD(lambda step: rate))
+    mg.backward(mg.sum(w * w))
+    with pytest.raises(
+        ValueError, match=re.escape(f"rate of step 0 must be a number of at least 0 and finite, got {rate!r}")
+    ):
+        optimizer.step()
+    np.testing.assert_array_equal(w.data, [1, 1])

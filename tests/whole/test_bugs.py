@@ -469,9 +469,9 @@ def test_a_node_waits_for_all_its_uses() -> None:
 def test_a_step_between_forward_and_backward_is_not_silent() -> None:
     # The vjp read the weight as it was after the step: [5, 6, 7] for [4, 5, 6]. pytorch#39141
     w, a = mg.Parameter([4.0, 5.0, 6.0], "w"), leaf([1, 2, 3])
-    optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=-1.0))
+    optimizer = mg.optim.Optimizer([w], mg.optim.SGD(lr=1.0))
     product, total = (w * a).sum(), (w + a).sum()
-    w.grad = np.ones(3)
+    w.grad = -np.ones(3)
     optimizer.step()
     np.testing.assert_array_equal(w.data, [5, 6, 7])
     with pytest.raises(RuntimeError, match=r"mul needs 'w'.*changed in place"):

@@ -46,6 +46,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "Group": Group,
         "Groups": Groups,
         "comm": distributed.world(),
+        "DistributedDataParallel": distributed.DistributedDataParallel,
+        "ddp": distributed.DistributedDataParallel(nn.Linear(param.at("replica"), 3, 2), distributed.world()),
         "distributed": distributed,
         "ids": np.array([0, 2]),
         "inputs": inputs,

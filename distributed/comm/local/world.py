@@ -16,6 +16,7 @@ from typing import Any
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS
 from distributed.comm.local.communicator import LocalCommunicator
 from distributed.comm.local.job import Ended, Family, Job, Killed
+from distributed.comm.settings import check_timeout
 
 
 class LocalWorld:
@@ -29,7 +30,7 @@ class LocalWorld:
         survive: a rank that raises `Killed` is dead to the others, who go on: see `failure.py`.
         deaths: rank -> the number of its call of a communicator, from 0, in which it dies; for tests.
     Raises:
-        ValueError: size < 1.
+        ValueError: size < 1, or timeout_seconds is not above 0.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LocalWorld:
     ) -> None:
         if size < 1:
             raise ValueError(f"a LocalWorld needs at least 1 rank, got {size}")
+        check_timeout(timeout_seconds)
         self.size = size
         self.synchronous_sends = synchronous_sends
         self.timeout_seconds = timeout_seconds
