@@ -107,7 +107,7 @@ def check_max_norm(max_norm: float) -> None:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
 
-def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
+def clip_by_global_norm(params: Iterable[Parameter], max_norm: float) -> float:
     """Clip the gradients of a model that lives in this process by their global norm.
 
     Returns:
@@ -117,6 +117,7 @@ def clip_by_global_norm(params: Sequence[Parameter], max_norm: float) -> float:
         RuntimeError: a parameter is one of a part of a model: its norm is not the model's.
     Source: Pascanu et al. 2013.
     """
+    params = list(params)  # a generator, asked a second time, would have none, of norm 0
     check_whole(params)
     norm = grad_norm(params)
     scale_to_norm(params, norm, max_norm)
@@ -133,7 +134,7 @@ def check_whole(params: Iterable[Parameter]) -> None:
             raise RuntimeError(f"the norm of {p.label}: it is of {p.part_of}")
 
 
-def grad_norm(params: Sequence[Parameter]) -> float:
+def grad_norm(params: Iterable[Parameter]) -> float:
     """Return the norm of all gradients, also where their squares overflow or vanish.
 
     Raises:

@@ -185,6 +185,9 @@ def test_the_norms_of_a_flat_and_of_two_are_the_same() -> None:
     wide.grad, narrow.grad = np.array([3e200]), np.array([4], np.float32)
     assert clip_by_global_norm([wide, narrow], INF) == 3e200
     assert grad_square_sum([narrow]) == 16
+    narrow.grad = np.array([np.nan], np.float32)
+    wide.grad = np.array([0.0])
+    assert np.isnan(clip_by_global_norm([wide, narrow], INF))
 
 
 def test_a_tiny_factor_is_no_zero_in_float16() -> None:

@@ -29,7 +29,9 @@ def test_parse_reads_back_what_is_printed(action):
     assert Action.parse(str(action)) == action
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", " 2F0", "-1F0", "2F0 ", "2F0\n", "2F-1", "2_0", "٢F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "2f0", " 2F0", "-1F0", "2F0 ", "2F0\n", "2F-1", "2_0", "2F0@3", "2SEND_F0@", "٢F0"]
+)
 def test_parse_refuses_anything_else(text):
     with pytest.raises(
         ValueError, match=r"reads stage, kind, micro-batch, as 2F0, with a kind of F B W BW SEND_F .*got"
