@@ -100,6 +100,9 @@ train: $(STAMP) $(if $(ON_GPUS),$(CUPY))  ## train the GPT on RANKS=2 processes,
 recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of the processes that it names; needs MPI=openmpi
 	$(PY) -m distributed.recovery -n $(RANKS) examples/gpt_recovery.py $(if $(findstring --dp,$(ARGS)),,$(ARGS))
 
+# Short or long; the others have targets of their own.
+CHECKED = not soak and not peers and not gpu
+
 test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun, on 2 ranks
 	$(PY) -m pytest $(PARALLEL)
 	@$(MAKE) --no-print-directory test-mpi WORLDS='$(firstword $(WORLDS))'
@@ -194,4 +197,7 @@ lint: $(STAMP)  ## check style and format with ruff
 types: $(STAMP)  ## check the type hints with mypy
 	$(PY) -m mypy
 
-check: lint types test test-long  ## lint, types and every test but the soak: what has to pass before a change lands
+check: lint types  ## lint, types and every test but the soak: what has to pass before a change lands
+	@# In one go: what runs share is made once, and no worker waits for the other one twice.
+	$(PY) -m pytest $(PARALLEL) -m "$(CHECKED)"
+	@$(MAKE) --no-print-directory test-mpi

@@ -33,6 +33,7 @@ from minigrad import check_vjp
 from pipeline import SCHEDULES, Action, Schedule, ScheduleError, draw, load
 
 EXAMPLES = ROOT / "examples"
+LIGHTLY = [str(ROOT / "tests" / "support" / "lightly.py")]
 SETTINGS = {
     "mlp_digits": flags.DigitsSettings,
     "gpt_single": flags.GPTSingleSettings,
@@ -73,7 +74,7 @@ def run_as_its_first_line_says(name: str, small: list[str], cwd: Path) -> tuple[
     assert command is not None, line
     ranks, with_mpi, given = command.groups()
     assert (ranks is None) == (with_mpi is None)
-    start = [*(["-m", "mpi4py"] if with_mpi else []), str(ROOT / "tests" / "support" / "lightly.py")]
+    start = [*(["-m", "mpi4py"] if with_mpi else []), *LIGHTLY]
     arguments = [*start, name, *shlex.split(given), *small, "--run", name]
     result = run_job(arguments, ranks=None if ranks is None else int(ranks), cwd=cwd)
     assert result.returncode == 0, result.stderr
@@ -160,7 +161,7 @@ def test_networks_learn_digits(name: str, digits_runs: Runs) -> None:
 @needs_mpirun
 def test_one_process_goes_on_as_two_ranks_did(digits_runs: Runs, tmp_path: Path) -> None:
     for more in ([*SMALL_DIGITS, "--steps", "30"], ["--resume", "auto", "--steps", "60"]):
-        result = run_job([script("mlp_digits"), *more, "--run", "here"], ranks=None, cwd=tmp_path)
+        result = run_job([*LIGHTLY, "mlp_digits", *more, "--run", "here"], ranks=None, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
     assert "goes on after step 30" in result.stdout
     losses = losses_of(tmp_path / "here")

@@ -48,6 +48,7 @@ MODELS = {"gpt": small_gpt, "recomputed": lambda: small_gpt(recompute=True), "un
 def main() -> None:
     """Fail where the two differ by more than 5%. Schedules are given with a model, as gpt:1f1b."""
     comm = world()
+    gc.freeze()  # hundreds of collections are to come, and none need look at what was imported
     for name in sys.argv[1:]:
         model, _, schedule_name = name.partition(":")
         layers, x, y = MODELS[model]()
