@@ -10,7 +10,8 @@ gradient bucket, a shard or a checkpoint is then a slice, and nobody copies.
     a bucket, a FlatRange     |<-------------->|
 
 In a mixed precision `data` and `grad` stay float32, and `flat.copy`, the values in a narrower dtype, is what ops see.
-After `widen_grad` gradients are added up in a wider dtype than that of `data`.
+After `widen_grad` contributions to a gradient are added up in a wider dtype than that of `data`: the first one lies in
+`flat.grad`, and with the second the gradient becomes a sum in `flat.sums`. Rounded, it is in `flat.grad` again.
 
 Where gradients are needed only for a while, `cut_grad` gives their memory in parts: one is there from the first write
 into one of its gradients until `close_grad`.
@@ -33,7 +34,7 @@ class FlatBuffer:
 
     Attributes:
         data, grad: (n,) arrays; the gradients are empty where their memory comes in parts.
-        is_widened: gradients are added up in a wider dtype: a contribution is first computed in that of `data`.
+        sums: (n,) in a wider dtype: what gradients of several contributions are added up in; None where it is `grad`.
         copy: (n,) what ops see instead of `data`, in a narrower dtype; None where they see `data` itself.
         params: in memory order.
         version: the in-place changes of `data`.
@@ -45,10 +46,11 @@ class FlatBuffer:
         self.data: Array = xp.empty(size, params[0].dtype)
         self.grad: Array = xp.zeros(size, params[0].dtype)
         self.copy: Array | None = None
-        self.is_widened = False
+        self.sums: Array | None = None
         self.params = tuple(params)
         self._part_of: dict[Parameter, FlatRange] = {}  # whose memory for gradients comes and goes together
         self._part_grads: dict[FlatRange, Array] = {}  # what is there now, by part
+        self._part_sums: dict[FlatRange, Array] = {}
         self.version = Version()
         start = 0
         for p in params:
@@ -104,17 +106,37 @@ class FlatBuffer:
         self._place_params()
 
     def widen_grad(self, dtype: Any) -> None:
-        """Add gradients up in a wider dtype from now on.
+        """Add up the contributions to a gradient in a wider dtype from now on.
 
-        Whoever takes them as values has to round them.
+        Each of them is first computed in that of `data`. Whoever takes gradients from a range gets them rounded.
 
         Raises:
             RuntimeError: somebody holds a gradient.
         """
         check_resettable(self.params, "widen_grad of")
-        self.grad = self.grad.astype(dtype)
-        self.is_widened = True
-        self._place_params()
+        self.sums = xp_of(self.data).zeros(self.grad.size, dtype)
+
+    @property
+    def is_widened(self) -> bool:
+        return self.sums is not None
+
+    def move_sums(self, storage: Array) -> None:
+        """Let gradients be added up in `storage` from now on. Those that are sums by now are rounded.
+
+        Args:
+            storage: (n,) contiguous, of the dtype of `sums`, used by nobody else.
+        Raises:
+            ValueError: `storage` has another shape or dtype, or is not contiguous; or gradients are not widened.
+            RuntimeError: somebody holds a gradient.
+        """
+        if self.sums is None:
+            raise ValueError("move_sums is for gradients that widen_grad has widened")
+        _check_storage("move_sums", storage, self.sums)
+        check_resettable(self.params, "move_sums of")
+        for p in self.params:
+            if p.is_sum:
+                p.grad_view()
+        self.sums = storage
 
     def cut_grad(self, parts: Sequence[FlatRange]) -> None:
         """Let memory for gradients come and go in these parts from now on.
@@ -129,7 +151,9 @@ class FlatBuffer:
         check_resettable(self.params, "cut_grad of")
         self._part_of = {p: part for part in parts for p in part.params}
         self._part_grads.clear()
+        self._part_sums.clear()
         self.grad = self.grad[:0].copy()
+        self.sums = None if self.sums is None else self.sums[:0].copy()
         for p in self.params:
             p.place_grad(None)
 
@@ -149,6 +173,7 @@ class FlatBuffer:
     def close_grad(self, part: FlatRange) -> None:
         """Let go of a part's memory for gradients; they count as fresh."""
         self._part_grads.pop(part, None)
+        self._part_sums.pop(part, None)
         for p in part.params:
             p.place_grad(None)
 
@@ -158,10 +183,26 @@ class FlatBuffer:
         Args:
             start, stop: in elements of the flat.
         """
-        for part, memory in self._part_grads.items():
-            if part.start <= start and stop <= part.stop:
-                return memory[start - part.start : stop - part.start]
-        return self.grad[start:stop]
+        part = self._open_part(start, stop)
+        return self.grad[start:stop] if part is None else _within(part, self._part_grads[part], start, stop)
+
+    def sum_slice(self, start: int, stop: int) -> Array:
+        """Return the memory of sums likewise; that of a part is there from now on.
+
+        Args:
+            start, stop: in elements of the flat, which is widened.
+        """
+        assert self.sums is not None
+        part = self._open_part(start, stop)
+        if part is None:
+            return self.sums[start:stop]
+        if part not in self._part_sums:
+            self._part_sums[part] = xp_of(self.data).empty(part.stop - part.start, self.sums.dtype)
+        return _within(part, self._part_sums[part], start, stop)
+
+    def _open_part(self, start: int, stop: int) -> FlatRange | None:
+        """Return the part with memory of its own that holds these elements, if there is one."""
+        return next((part for part in self._part_grads if part.start <= start and stop <= part.stop), None)
 
     def keep_copy(self, dtype: Any) -> None:
         """Let ops see the values in this dtype from now on, in a copy.
@@ -240,6 +281,10 @@ class FlatBuffer:
             ranges += [FlatRange.over(tuple(run)) for is_chosen, run in runs if is_chosen]
         place = {p: i for i, p in enumerate(wanted)}
         return sorted(ranges, key=lambda r: min(place[p] for p in r.params))
+
+
+def _within(part: FlatRange, memory: Array, start: int, stop: int) -> Array:
+    return memory[start - part.start : stop - part.start]
 
 
 def _check_storage(call: str, storage: Array, present: Array) -> None:

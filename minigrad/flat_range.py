@@ -69,10 +69,12 @@ class FlatRange:
     def grad(self) -> Array:
         """(n,) gradients, a view.
 
-        Those that backward did not reach are filled with zeros first.
+        Those that backward did not reach are filled with zeros first, and sums in a wider dtype are rounded.
         """
         for p in self.params:
             p.fill_missing_grad()
+            if p.is_sum:
+                p.grad_view()
         return self.flat.grad_slice(self.start, self.stop)
 
     def cut(self, start: int, stop: int) -> FlatRange:

@@ -61,7 +61,7 @@ class Parameter(Tensor):
             ends the message of the error that a norm over this process alone raises.
     """
 
-    __slots__ = ("_awaited", "_master", "flat", "hold", "name", "part_of", "start")
+    __slots__ = ("_awaited", "_master", "_sum", "flat", "hold", "name", "part_of", "start")
     keeps_values = True
 
     def __init__(self, data: Any, name: str = "", *, requires_grad: bool = True) -> None:
@@ -73,6 +73,7 @@ class Parameter(Tensor):
         self.hold: Hold | None = None
         self.part_of = ""
         self._master: Array | None = None  # what is trained, where ops see a copy of it
+        self._sum: Array | None = None  # the gradient while it is a sum in a wider dtype; else `_grad` has it
         # Hidden memory, what kind of parameter this is, and who brings the values.
         self._awaited: tuple[Array, Array | None, type[Parameter], Callable[[], None]] | None = None
 
@@ -91,10 +92,12 @@ class Parameter(Tensor):
     def grad(self) -> Array | None:
         """The gradient, or None where there is none.
 
-        It is refused where only a part of it is here.
+        It is refused where only a part of it is here. It may be a sum in a wider dtype: see `FlatBuffer.widen_grad`.
         """
         if self.hold is not None and self.hold.partial:
             self.refuse_grad("reading .grad of")
+        if self._sum is not None:
+            return self._sum
         return None if self._fresh else self._grad
 
     @grad.setter
@@ -122,7 +125,11 @@ class Parameter(Tensor):
         """
         if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
-        super().accumulate_grad(g)
+        if self._adds_widely():
+            total = self.sum_view()
+            total += g
+        else:
+            super().accumulate_grad(g)
 
     def accumulate_from(self, write: Callable[[Array, Array, bool], None], g: Array) -> Array:
         """Let a `WeightVjp` write or add its contribution to the gradient.
@@ -131,12 +138,17 @@ class Parameter(Tensor):
         """
         if self.hold is not None and not self.hold.open:
             self.refuse_grad("backward into")
-        if self.flat is None or not self.flat.is_widened:
+        if not self._adds_widely():
             return super().accumulate_from(write, g)
         own: Array = xp_of(g).empty(self.shape, self.dtype)  # in a wider sum each contribution is one of its own dtype
         write(g, own, False)
-        super().accumulate_grad(own)
-        return own
+        total = self.sum_view()
+        total += own
+        return total
+
+    def _adds_widely(self) -> bool:
+        """Return whether the next contribution makes the gradient a sum in a wider dtype: the first one is none."""
+        return not self._fresh and self.flat is not None and self.flat.is_widened
 
     def refuse_grad(self, what: str) -> NoReturn:
         """Raise RuntimeError: `what` cannot be done while this gradient is held."""
@@ -145,6 +157,7 @@ class Parameter(Tensor):
 
     def _open_grad(self) -> None:
         check_resettable([self], "a new grad for")
+        self._sum = None
         if self.hold is not None and self.hold.final:
             self.hold = self.hold.after_reset
 
@@ -162,18 +175,50 @@ class Parameter(Tensor):
             self.grad_view()[...] = 0
 
     def grad_view(self) -> Array:
-        """Return the gradient's memory for writing; it counts as written from now on."""
+        """Return the gradient's memory for writing; it counts as written from now on.
+
+        A sum in a wider dtype is rounded into it.
+        """
         if self._grad is None:
             self._grad = self._new_grad()
+        if self._sum is not None:
+            with np.errstate(over="ignore"):  # what is too large is infinite
+                self._grad[...] = self._sum
+            self._sum = None
         self._fresh = False
         return self._grad
+
+    def sum_view(self) -> Array:
+        """Return the memory in which the gradient is added up, for adding to: zeros where there is none yet.
+
+        Of a wider dtype where its flat is widened; the gradient is a sum from now on, until `grad_view` rounds it.
+        """
+        if self.flat is None or not self.flat.is_widened:
+            self.fill_missing_grad()
+            return self.grad_view()
+        if self._sum is None:
+            if self._grad is None:
+                self._grad = self._new_grad()
+            self._sum = self.flat.sum_slice(self.start, self.stop).reshape(self.shape)
+            self._sum[...] = 0 if self._fresh else self._grad
+            self._fresh = False
+        return self._sum
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the gradient is a sum in a wider dtype, not rounded yet."""
+        return self._sum is not None
+
+    def drop_sum(self) -> None:
+        """Let the gradient be what its own memory has: somebody has written it there."""
+        self._sum = None
 
     def place_grad(self, grad: Array | None) -> None:
         """Let the gradient's memory be this from now on, not yet written.
 
         None: there is none until it is needed.
         """
-        self._grad, self._fresh = grad, True
+        self._grad, self._sum, self._fresh = grad, None, True
 
     def defer(self, arrive: Callable[[], None]) -> None:
         """Hide the values, which are on their way.
@@ -197,7 +242,9 @@ class Parameter(Tensor):
         check_resettable([self], "a copy of")
         attributes, slots = super().__getstate__()
         # A copy has no owner, and so no copy for ops to see: it is float32.
-        own = {"_data": self.data.copy(), "_master": None, "_awaited": None}
+        own = {"_data": self.data.copy(), "_master": None, "_awaited": None, "_sum": None}
+        if self._sum is not None:
+            own["_grad"] = self._sum.astype(self.dtype)
         return attributes, slots | own | {"flat": None, "start": 0, "hold": None}
 
     def note_change(self, by: str = "") -> None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distributed.comm.failure import Heal
-from distributed.comm.reduction import ReduceOp, check_reducible
+from distributed.comm.reduction import ReduceOp, check_reducible, round_to
 from distributed.comm.sequence import MessageSteps, SequenceWork
 from distributed.comm.transfer import MAX_MESSAGE_BYTES, carry, carry_rows, check_array
 from distributed.comm.work import Array, JoinedWork, Work
@@ -158,15 +158,48 @@ class Communicator(ABC):
         check_array("reduce_scatter", flat, written=True)
         check_reducible("reduce_scatter", flat.dtype, op)
         self._check_slices("reduce_scatter", flat)
-        own = slice(self.rank * flat.size // self.size, (self.rank + 1) * flat.size // self.size)
         return carry_rows(
             self,
             "reduce_scatter",
             flat,
             self.size,
             lambda part: self._reduce_scatter(part.reshape(-1), op),
-            lambda: flat[own],
+            lambda: flat[self._own_slice(flat)],
         )
+
+    def sum_widely(self, array: Array, wide: Array, is_wide: Array, *, everywhere: bool = True) -> Work:
+        """Overwrite `array` with its sum over all ranks, added up in a wider dtype and rounded once.
+
+        Where a rank's own values are sums in the wider dtype already, it says so, each rank for itself. Collective.
+
+            | wide, 8n bytes | array, 4n bytes | is_wide |       in one `buffer()` ranks of one host read each other's
+                                                                 values as they are, and write what they add up
+
+        Args:
+            array: (n,) contiguous floats.
+            wide: (n,) contiguous floats of a wider dtype, which may be overwritten.
+            is_wide: (1,) uint8: 1 where this rank's values are in `wide`, 0 where they are in `array`.
+            everywhere: or each rank is left its own slice alone, as by `reduce_scatter`.
+        Returns:
+            Work whose wait() gives `array`; what `wide` has then is undefined.
+        Raises:
+            TypeError: `array` or `wide` is not of native integers or floats, or `wide` is of none that are wider.
+            ValueError: the arrays are not contiguous and writeable, or not of one size; or without `everywhere` it is
+                not divisible by size.
+        Cost: as `allreduce` or `reduce_scatter` of `wide` between hosts; of `array` on one.
+        """
+        for each in (array, wide, is_wide):
+            check_array("sum_widely", each, written=True)
+        check_reducible("sum_widely", array.dtype, ReduceOp.SUM)
+        check_reducible("sum_widely", wide.dtype, ReduceOp.SUM)
+        if wide.dtype.itemsize <= array.dtype.itemsize:
+            raise TypeError(f"sum_widely adds {array.dtype} up in a wider dtype, got {wide.dtype}")
+        if array.ndim != 1 or wide.shape != array.shape or is_wide.shape != (1,):
+            shapes = f"{array.shape}, {wide.shape} and {is_wide.shape}"
+            raise ValueError(f"sum_widely needs two arrays of (n,) and one of (1,), got {shapes}")
+        if not everywhere:
+            self._check_slices("sum_widely", array)
+        return self._sum_widely(array, wide, is_wide, everywhere)
 
     def allgather(self, array: Array) -> Work:
         """Collect the arrays of all ranks, in rank order, on every rank.
@@ -483,6 +516,20 @@ class Communicator(ABC):
 
     @abstractmethod
     def _irecv(self, array: Array, source: int, tag: int) -> Work: ...
+
+    def _sum_widely(self, array: Array, wide: Array, is_wide: Array, everywhere: bool) -> Work:
+        if not is_wide[0]:
+            wide[...] = array
+
+        def land(results: list[Array]) -> Array:
+            own = slice(None) if everywhere else self._own_slice(array)
+            round_to(array[own], results[0])
+            return array
+
+        return JoinedWork([self.allreduce(wide) if everywhere else self.reduce_scatter(wide)], land)
+
+    def _own_slice(self, flat: Array) -> slice:
+        return slice(self.rank * flat.size // self.size, (self.rank + 1) * flat.size // self.size)
 
     def _allgather_in_place(self, flats: Sequence[Array]) -> Work:
         return self._gathered_into(flats)

@@ -67,6 +67,12 @@ def divide_mean(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
     return out
 
 
+def round_to(out: Array, values: Array) -> None:
+    """Write values of a wider dtype into `out`, rounded; what is too large is infinite."""
+    with np.errstate(over="ignore"):
+        out[...] = values
+
+
 def combine(parts: Sequence[Array], op: ReduceOp, out: Array) -> Array:
     """Combine what the ranks hold into `out`, in rank order.
 
@@ -84,6 +90,34 @@ def combine(parts: Sequence[Array], op: ReduceOp, out: Array) -> Array:
         ufunc(first, part, out=out)
         first = out
     return out
+
+
+def sum_widely(parts: Sequence[Array], outs: Sequence[Array], dtype: Any) -> None:
+    """Add up what the ranks hold in a wider dtype, in rank order, and write it rounded into every array of `outs`.
+
+    Two numbers of the narrow dtype have the same sum without the wider one: rounded twice is rounded once where the
+    wider one has at least two bits more than twice as many.
+
+    Args:
+        parts: (n,) by rank, each of `dtype` or of the dtype of `outs`.
+        outs: see `reduce_in_rank_order`.
+        dtype: of the sums.
+    Source: Figueroa 1995, When is double rounding innocuous?
+    """
+    narrow = outs[0].dtype
+    if len(parts) == 2 and all(part.dtype == narrow for part in parts):
+        reduce_in_rank_order(parts, ReduceOp.SUM, outs)
+        return
+    first, *rest = parts
+    scratch = np.empty(min(first.size, _BLOCK_ELEMENTS), dtype)
+    for start in range(0, first.size, _BLOCK_ELEMENTS):
+        block = slice(start, start + _BLOCK_ELEMENTS)
+        total = scratch[: len(first[block])]
+        total[...] = first[block]
+        for part in rest:
+            total += part[block]
+        for out in outs:
+            round_to(out[block], total)
 
 
 def reduce_in_rank_order(parts: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:

@@ -71,7 +71,8 @@ class DistributedDataParallel:
         step_early: let `wait` return, and a step begin, before all buckets are there; the next forward waits only for
             the layers that it needs: see `buckets/early.py`. Make the optimizer by `ddp.optimizer(rule)`.
         sums: "exact" adds gradients, norm and mean up so that every layout with the same micro-batches has the same
-            bits: see `buckets/exact.py`. Twice the bytes travel.
+            bits: see `buckets/exact.py`. Twice the bytes travel between hosts, and on one host of gradients that are
+            sums of several micro-batches.
         check_every: backwards with the hooks from one `check_replicas` to the next; 0 never checks.
         buffers: what `wait` does with buffers that training changes, such as running means: see `BUFFERS`.
         recorder: of the pipeline that the model is in, so that one timeline has all of it.

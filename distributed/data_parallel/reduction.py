@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from distributed.comm.communicator import Communicator
-from distributed.data_parallel.buckets.bucket import BucketOptions
+from distributed.comm.communicator import Array, Communicator, Work
+from distributed.comm.work import JoinedWork
+from distributed.data_parallel.buckets.bucket import Bucket, BucketOptions
 from distributed.data_parallel.buckets.early import EarlyBuckets
 from distributed.data_parallel.buckets.exact import ExactBuckets
 from distributed.data_parallel.buckets.manager import GradientBucketManager
@@ -33,8 +34,19 @@ from minigrad.parameter import Parameter
 class ExactShards(ShardedBuckets, ExactBuckets):
     """Buckets of which each rank gets the exact sum of its shard."""
 
+    def _sum_widely(self, bucket: Bucket, grad: Array, sums: Array, has_sums: Array) -> Work:
+        if not self.has_even_shards(bucket):
+            return super()._sum_widely(bucket, grad, sums, has_sums)
+        even = grad.size - grad.size % self.comm.size
+        works = []
+        if even:
+            works.append(self.comm.sum_widely(grad[:even], sums[:even], has_sums, everywhere=False))
+        if even < grad.size:
+            works.append(self.comm.sum_widely(grad[even:], sums[even:], has_sums))
+        return JoinedWork(works, lambda _: grad)
 
-class ExactGradientShards(GradientShards, ExactBuckets):
+
+class ExactGradientShards(GradientShards, ExactShards):
     """Buckets of which each rank gets the exact sum of its shard, and keeps nothing else."""
 
 

@@ -201,8 +201,6 @@ class Optimizer:
 
     def _update(self, part: FlatRange, values: Array, grad: Array, step: int) -> None:
         """Update `values`, those of a part of the memory, by their gradients; the change is for the caller to note."""
-        if grad.dtype != values.dtype:
-            grad = grad.astype(values.dtype)  # added up in a wider one
         for piece, rule, state in self._pieces[part]:
             lr = _at(rule.lr, step)
             for run, decay in self._runs(piece):
@@ -224,7 +222,7 @@ class Optimizer:
         """Return what does a whole step on a GPU, or None where parts are updated one by one."""
         if not self._parts or not isinstance(self.rule, AdamW):
             return None
-        if any((part.data.dtype, part.flat.grad.dtype) != (np.float32, np.float32) for part in self._parts):
+        if any(part.data.dtype != np.float32 or part.flat.is_widened for part in self._parts):
             return None
         return self.rule.whole_step(self._parts[0].data, self.max_norm, self.loss_scale)
 

@@ -130,11 +130,10 @@ class LocalStages:
         for group, params in self._groups:
             for p in params:
                 if p.requires_grad:
-                    p.fill_missing_grad()
-                    group.allreduce(p.grad_view()).wait()
+                    group.allreduce(p.sum_view()).wait()
         for p, grad in before:
-            view = p.grad_view()
-            view += grad
+            total = p.sum_view()
+            total += grad
 
     def _trainable_tied(self) -> list[Parameter]:
         return [p for p in self.tied if p.requires_grad]

@@ -3,6 +3,7 @@
 Expected values are functions of rank, root and size, so that any number of ranks will do.
 """
 
+import functools
 import gc
 import re
 import time
@@ -183,6 +184,47 @@ def test_reduce_scatter_leaves_each_rank_its_slice(ranks, n):
         assert own.shape == (n,)
         own[:] = -1  # a view: it writes into flat
         assert (flat[first : first + n] == -1).all()
+
+    ranks.run(program)
+
+
+@pytest.mark.parametrize("n", [0, 1, 50])
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("in_buffer", [True, False])
+def test_a_wide_sum_is_rounded_once_whoever_has_wide_values(ranks, n, everywhere, in_buffer):
+    def program(comm):
+        size = comm.size * n
+        memory = comm.buffer(12 * size + 1, np.uint8) if in_buffer else np.zeros(12 * size + 1, np.uint8)
+        wide, array, is_wide = np.split(memory, [8 * size, 12 * size])
+        wide, array = wide.view(np.float64), array.view(np.float32)
+        values = np.random.default_rng(comm.rank).standard_normal(size).astype(np.float32)
+        expected = functools.reduce(np.add, comm.allgather(values).wait().astype(np.float64))
+        own = slice(None) if everywhere else slice(comm.rank * n, comm.rank * n + n)
+        for ranks_with_sums in ([], [0], range(comm.size)):
+            is_wide[0] = comm.rank in ranks_with_sums
+            array[:] = wide[:] = np.nan
+            (wide if is_wide[0] else array)[:] = values
+            result = comm.sum_widely(array, wide, is_wide, everywhere=everywhere).wait()
+            assert result is array
+            error = np.abs(array[own] - expected[own])  # the order of a sum of float64 is the communicator's own
+            assert (error <= 2**-24 * np.abs(expected[own])).all()
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("array", "wide", "is_wide", "error", "rule"),
+    [
+        (np.float32, np.float32, 1, TypeError, "sum_widely adds float32 up in a wider dtype, got float32"),
+        (np.complex64, np.complex128, 1, TypeError, "sum_widely reduces native integers and floats, got complex64"),
+        (np.float32, np.float64, 2, ValueError, "two arrays of (n,) and one of (1,), got (3,), (3,) and (2,)"),
+    ],
+)
+def test_what_cannot_be_added_up_widely_is_refused(ranks, array, wide, is_wide, error, rule):
+    def program(comm):
+        with pytest.raises(error, match=re.escape(rule)):
+            comm.sum_widely(np.zeros(3, array), np.zeros(3, wide), np.zeros(is_wide, np.uint8))
 
     ranks.run(program)
 

@@ -16,6 +16,7 @@ from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_
 from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
 from distributed.comm.mpi.staging import Staging
 from distributed.comm.mpi.windows import lack_of_shared_files
+from minigrad import backward_with_hooks
 from minigrad.models import MLP
 from minigrad.optim import SGD
 
@@ -118,6 +119,31 @@ def test_what_is_longer_than_the_staging_memory_goes_through_in_pieces(num_ranks
     for (rank, number), own in results.items():
         np.testing.assert_allclose(own, expected[number][rank], rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(given[number, rank].reshape(num_ranks, -1)[rank], own)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_each_rank_says_for_itself_which_of_its_values_are_wide(num_ranks, everywhere, seed):
+    chance = np.random.default_rng(seed)
+    n = 4 * num_ranks
+    places = np.split(np.arange(4 * (12 * n + 8)), 4)  # of each operation: n wide ones, n narrow ones, a word
+    buffers = make_buffers(num_ranks, 4 * (12 * n + 8))
+    values = chance.standard_normal((num_ranks, 4, n)).astype(np.float32)
+    is_wide = chance.integers(0, 2, (num_ranks, 4))
+    steps = {}
+    for rank, buffer in enumerate(buffers):
+        for number, place in enumerate(places):
+            own = buffer.memory[place[0] : place[-1] + 1]
+            wide, narrow, flag = own[: 8 * n].view(np.float64), own[8 * n : 12 * n].view(np.float32), own[-8:-7]
+            flag[0] = is_wide[rank, number]
+            wide[:], narrow[:] = np.nan, 7
+            (wide if flag[0] else narrow)[:] = values[rank, number]
+            steps[rank, number] = buffer.sum_widely(narrow, wide, flag, everywhere=everywhere)
+    for (rank, number), found in finished(steps, chance).items():
+        own = slice(None) if everywhere else slice(4 * rank, 4 * rank + 4)
+        expected = values[:, number].sum(axis=0, dtype=np.float64).astype(np.float32)
+        np.testing.assert_array_equal(found[own], expected[own])
 
 
 def test_a_rank_is_done_only_when_all_are():
@@ -250,6 +276,31 @@ def test_gradients_of_replicas_lie_in_a_window(ranks):
 
 @under_mpirun
 @pytest.mark.ranks(2, 3, 4)
+def test_exact_sums_are_taken_in_a_window(ranks):
+    """Sums lie beside gradients, which are no sums where each is one contribution: nothing wide is written then."""
+
+    def train(comm):
+        model = MLP([3, 5, 2])
+        ddp = DistributedDataParallel(model, comm, sums="exact", bucket_bytes=40)
+        x = np.random.default_rng(comm.rank).standard_normal((4, 3)).astype(np.float32)
+        backward_with_hooks(model(x).sum(), ddp.hooks(num_samples=4))
+        ddp.wait()
+        return ddp, [p.grad.tobytes() for p in ddp.params]
+
+    def program(comm):
+        ddp, grads = train(comm)
+        assert all(in_window(ddp.comm, p.grad_view()) for p in ddp.params)
+        for flat in {p.flat for p in ddp.params}:
+            assert in_window(ddp.comm, flat.sums)
+            assert not flat.sums.any()
+        return grads
+
+    expected = LocalWorld(ranks.size).run(lambda comm: train(comm)[1])
+    ranks.run(lambda comm: np.testing.assert_equal(program(comm), expected[comm.rank]))
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_with_shards_values_lie_in_a_window_and_gradients_pass_through_one(ranks, zero):
     def program(comm):
@@ -282,6 +333,30 @@ def test_staged_reductions_are_in_rank_order(ranks, dtype):
         ranks.run(lambda comm: np.testing.assert_equal(program(comm), by_rank[comm.rank]))
     else:
         ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_over_hosts_wide_sums_are_rounded_once(ranks, hosts):
+    def program(comm):
+        comm = make(hosts=hosts)
+        buffer = comm.buffer(12 * 1000 + 2, np.uint8)
+        wide, narrow = buffer[:8000].view(np.float64), buffer[8000:12000].view(np.float32)
+        values = np.random.default_rng(comm.rank).standard_normal(1000).astype(np.float32)
+        expected = np.sum(comm.allgather(values).wait(), axis=0, dtype=np.float64)
+        for _ in range(3):
+            narrow[:] = wide[:] = values
+            (wide if comm.rank % 3 else narrow)[:] = np.nan
+            buffer[12000:] = comm.rank % 3 == 0
+            parts = [
+                (narrow[own], wide[own], buffer[-1 - k :][:1]) for k, own in enumerate((slice(500), slice(500, 1000)))
+            ]
+            for work in [comm.sum_widely(*part) for part in parts]:
+                work.wait()
+            np.testing.assert_allclose(narrow, expected, rtol=2**-24)
+
+    ranks.run(program)
 
 
 @under_mpirun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tracemalloc
 from typing import Any
@@ -329,6 +330,38 @@ def test_gradients_move_into_other_memory_with_their_values_and_freshness() -> N
     params[1].grad = None
     params[1].accumulate_grad(np.ones(3))
     np.testing.assert_array_equal(storage[params[1].start : params[1].stop], 1)
+
+
+def test_a_gradient_of_several_contributions_is_a_wide_sum_until_it_is_rounded() -> None:
+    (w,) = [mg.Parameter(np.zeros(2, np.float32), "w")]
+    (part,) = mg.FlatBuffer.adopt([w])
+    part.flat.widen_grad(np.float64)
+    for _ in range(2):
+        w.accumulate_grad(np.full(2, 2**24, np.float32))
+        assert not w.is_sum  # one contribution is what it is
+        assert w.grad is not None
+        assert w.grad.dtype == np.float32
+        for _ in range(3):
+            w.accumulate_grad(np.ones(2, np.float32))
+        assert w.is_sum
+        np.testing.assert_array_equal(w.grad, [2**24 + 3] * 2)
+        clone = copy.deepcopy(w)
+        np.testing.assert_array_equal(clone.grad, np.full(2, 2**24 + 4, np.float32))  # to even
+        np.testing.assert_array_equal(part.grad, np.full(2, 2**24 + 4, np.float32))
+        assert not w.is_sum
+        w.grad = None
+        assert w.sum_view().dtype == np.float64
+        assert not w.sum_view().any()
+        part.flat.move_sums(np.full(2, np.nan))
+        w.grad = None
+    with pytest.raises(ValueError, match=r"move_sums needs contiguous memory of float64\[2\], got float32"):
+        part.flat.move_sums(np.zeros(2, np.float32))
+
+
+def test_only_gradients_that_are_widened_have_sums_to_move() -> None:
+    (part,) = mg.FlatBuffer.adopt(make(*SHAPES))
+    with pytest.raises(ValueError, match="move_sums is for gradients that widen_grad has widened"):
+        part.flat.move_sums(np.zeros(13))
 
 
 @pytest.mark.parametrize("storage", [np.zeros(12), np.zeros(13, np.float32), np.zeros(26)[::2], np.zeros((13, 1))])

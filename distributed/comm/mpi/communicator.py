@@ -236,6 +236,13 @@ class MPICommunicator(Communicator):
             steps = self._reduction.reduce_own_slice(flat, op)
         return self._collective(Call("reduce_scatter", flat, op=op), steps)
 
+    def _sum_widely(self, array: Array, wide: Array, is_wide: Array, everywhere: bool) -> Work:
+        shared = self._shared_buffer_of(array, spanning=everywhere)
+        if shared is None or not all(map(shared.holds, (wide, is_wide))):
+            return super()._sum_widely(array, wide, is_wide, everywhere)
+        steps = shared.sum_widely(array, wide, is_wide, everywhere=everywhere)
+        return self._collective(Call("sum_widely", array, op=ReduceOp.SUM), steps)
+
     def _allgather(self, array: Array) -> Work:
         return self._collective(Call("allgather", array), _allgather(self._comm, array))
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from distributed.comm.communicator import Communicator
 from distributed.comm.mpi.progress import Steps
-from distributed.comm.reduction import ReduceOp, combine, divide_mean, reduce_in_rank_order
+from distributed.comm.reduction import ReduceOp, combine, divide_mean, reduce_in_rank_order, round_to, sum_widely
 from distributed.comm.work import Array
 from minigrad.backend import widened
 
@@ -94,6 +94,28 @@ class SharedBuffer:
         """Reduce an array that this buffer holds; at the same place on every rank."""
         return (yield from self._reduce(array, op, everywhere=True))
 
+    def sum_widely(self, array: Array, wide: Array, is_wide: Array, *, everywhere: bool) -> Steps:
+        """Add up what ranks have in `array`, or where they say so in `wide`, and round it into `array`.
+
+        This buffer holds all three, at the same places on every rank. See `Communicator.sum_widely`.
+        """
+        narrow, flags = self._own_slices(array), self._everywhere(is_wide)
+        wides = self._own_slices(wide)
+        outs = narrow if everywhere else [narrow[self._window.rank]]
+        number = yield from self._arrive()
+        parts = [w if flag[0] else n for n, w, flag in zip(narrow, wides, flags, strict=True)]
+        if self._between is None:
+            sum_widely(parts, outs, wide.dtype)
+            self._num_summed = number
+        else:
+            total = np.empty_like(wides[0])
+            sum_widely(parts, [total], wide.dtype)
+            yield from self._add_hosts(number, total, ReduceOp.SUM)
+            for out in outs:
+                round_to(out, total)
+        yield from self._leave(number)
+        return array
+
     def allgather(self, arrays: Sequence[Array]) -> Steps:
         """Write this rank's slices of arrays that this buffer holds into those of all ranks, on one host.
 
@@ -119,22 +141,30 @@ class SharedBuffer:
             self._num_summed = number
         else:
             total = combine(parts, op, widened(np.empty_like(parts[0])))
-            sum_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
-            work = self._between.allreduce(total, op=sum_op)
-            self._num_summed = number  # the next one may follow: it was launched after this one on every host
-            while not work.test() or self._own_count(_DONE) < number - 1:
-                yield
+            yield from self._add_hosts(number, total, ReduceOp.SUM if op is ReduceOp.MEAN else op)
             divide_mean(total, total, op, self._num_ranks)
             for part in parts:
                 part[...] = total
         yield from self._leave(number)
         return array
 
+    def _add_hosts(self, number: int, total: Array, op: ReduceOp) -> Generator[None, None, None]:
+        """Reduce this rank's slice over the hosts, in an operation of which this host has `total`."""
+        assert self._between is not None
+        work = self._between.allreduce(total, op=op)
+        self._num_summed = number  # the next one may follow: it was launched after this one on every host
+        while not work.test() or self._own_count(_DONE) < number - 1:
+            yield
+
     def _own_slices(self, array: Array) -> list[Array]:
         """Return what this rank works on: its slice of the array of each rank."""
-        offset = _address(array) - _address(self.memory)
         first, stop = (array.size * rank // len(self._memory) for rank in (self._window.rank, self._window.rank + 1))
-        return [memory[offset : offset + array.nbytes].view(array.dtype)[first:stop] for memory in self._memory]
+        return [whole[first:stop] for whole in self._everywhere(array)]
+
+    def _everywhere(self, array: Array) -> list[Array]:
+        """Return the array of each rank."""
+        offset = _address(array) - _address(self.memory)
+        return [memory[offset : offset + array.nbytes].view(array.dtype) for memory in self._memory]
 
     def _arrive(self) -> Generator[None, None, int]:
         """Launch an operation: wait until all ranks have, and this one has worked on the one before."""

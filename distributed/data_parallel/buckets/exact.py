@@ -8,6 +8,9 @@ is what one micro-batch computes, in float32 and already weighted; what depends 
     a gradient is that sum, rounded once           to float32                         order does not show
     the norm of all                                the squares add up exactly, whoever has which (`clipping.py`)
 
+Where a gradient is one contribution on a rank it stays the float32 that it is, and no float64 memory is touched: the
+ranks of a host read each other's where they lie. From the second contribution on it is a sum in float64.
+
 What is guaranteed: contributions have 24 bits, and float64 adds N of them without any rounding where the largest
 and the smallest one differ by less than 2**(29 - log2 N); the sum is then exact, and the order cannot show. Where they
 differ by more, the float64 sum is off by about N 2**-53 of the largest one, and the rounding to float32 hides that
@@ -29,10 +32,11 @@ from typing import Unpack
 import numpy as np
 
 from distributed.clipping import ModelPart
-from distributed.comm.communicator import Communicator
+from distributed.comm.communicator import Array, Communicator, Work
 from distributed.data_parallel.buckets.bucket import Bucket, BucketOptions
 from distributed.data_parallel.buckets.manager import GradientBucketManager
-from minigrad.backend import to_host
+from minigrad.backend import to_host, xp_of
+from minigrad.flat import FlatBuffer
 from minigrad.parameter import Parameter
 
 SUM_DTYPE = np.dtype(np.float64)
@@ -40,6 +44,9 @@ SUM_DTYPE = np.dtype(np.float64)
 
 class ExactBuckets(GradientBucketManager):
     """Buckets of gradients that are added up in float64, and rounded once they are there.
+
+    A bucket travels in float32 from a rank where each of its gradients is one contribution, and in float64 from one
+    where some are sums: each rank says which, bucket by bucket.
 
     Raises:
         ValueError: a parameter is float64 itself: there is nothing wider to add it up in.
@@ -51,13 +58,49 @@ class ExactBuckets(GradientBucketManager):
             if p.dtype == SUM_DTYPE:
                 raise ValueError(f"exact sums are of float32 or narrower parameters, got {p.label} of {p.dtype}")
         super().__init__(params, comm, **options)
+        self._has_sums: dict[FlatBuffer, Array] = {}  # by bucket
         for flat in dict.fromkeys(bucket.range.flat for bucket in self.buckets):
             flat.widen_grad(SUM_DTYPE)
+            self._has_sums[flat] = np.zeros(self.num_buckets, np.uint8)
+
+    @property
+    def grad_bytes(self) -> int:
+        return super().grad_bytes + sum(flat.sums.nbytes for flat in self._has_sums if flat.sums is not None)
+
+    def move_gradients(self) -> None:
+        for flat in self._has_sums:
+            if self.comm.size > 1 and xp_of(flat.grad) is np and flat.sums is not None:
+                sizes = [flat.sums.nbytes, flat.grad.nbytes, self.num_buckets]
+                sums, grad, has_sums = np.split(self.comm.buffer(sum(sizes), np.uint8), np.cumsum(sizes)[:-1])
+                flat.move_sums(sums.view(flat.sums.dtype))
+                flat.move_grad(grad.view(flat.grad.dtype))
+                self._has_sums[flat] = has_sums
+
+    def _launch(self, bucket: Bucket) -> Work:
+        part = bucket.range
+        has_sums = self._has_sums[part.flat][bucket.number : bucket.number + 1]
+        has_sums[0] = any(p.is_sum for p in part.params)
+        if has_sums[0]:
+            for p in part.params:
+                p.sum_view()
+            grad = part.flat.grad_slice(part.start, part.stop)
+        else:
+            grad = part.grad  # zeros where no backward reached
+        sums = part.flat.sum_slice(part.start, part.stop)
+        values = sums if has_sums[0] else grad
+        if self._share != 1:
+            values *= values.dtype.type(self._share)
+        return self.recorder.watch(
+            "bucket", "", lambda: self._sum_widely(bucket, grad, sums, has_sums), nbytes=values.nbytes
+        )
+
+    def _sum_widely(self, bucket: Bucket, grad: Array, sums: Array, has_sums: Array) -> Work:
+        """Add a bucket up over ranks, so that this one has what `part_here` says."""
+        return self.comm.sum_widely(grad, sums, has_sums)
 
     def _land(self, bucket: Bucket) -> None:
-        part = self.part_here(bucket)
-        sums = part.flat.grad_slice(part.start, part.stop)
-        sums[...] = sums.astype(part.data.dtype)
+        for p in bucket.range.params:
+            p.drop_sum()
 
 
 def weights_sha256(part: ModelPart) -> str:

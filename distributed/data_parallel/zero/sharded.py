@@ -152,8 +152,12 @@ class ShardedBuckets(GradientBucketManager):
                     start, stop = max(inside[0].start, shard.start), min(inside[-1].stop, shard.stop)
                     yield shard.cut(start, stop), grad[start - shard.start : stop - shard.start]
 
+    def has_even_shards(self, bucket: Bucket) -> bool:
+        """Return whether no parameter of a bucket must stay whole, so that ranks have equal shares of it."""
+        return self._bounds[bucket.number] is None
+
     def _hook_of(self, bucket: Bucket) -> CommHook:
-        return self._shard_hook if self._bounds[bucket.number] is None else self._comm_hook
+        return self._shard_hook if self.has_even_shards(bucket) else self._comm_hook
 
     def _final_hold(self, p: Parameter) -> Hold:
         return self._reduced if p in self._whole_here else SHARDED

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from minigrad.backend import Array
-from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous
+from minigrad.kernels.compiling import EXACT, SUMS, compiled, contiguous, inlined
 from minigrad.kernels.updates import reference
 from minigrad.kernels.updates.reference import EXACT_BLOCK
 
@@ -64,50 +64,49 @@ def square_sum(g: Array) -> float:
     return float(_square_sum(contiguous(g)))
 
 
-@compiled(EXACT)
-def _highest(bits: Array) -> int:
-    """Return the largest magnitude's bits, of float32: whole numbers compare as fast as they are read."""
-    top = bits[0] & 0x7FFFFFFF
-    for i in range(bits.size):
-        top = max(top, bits[i] & 0x7FFFFFFF)
-    return top
+@inlined(EXACT)
+def _upper(value: float, cut: float) -> float:
+    """Return a value rounded to the bits that a number as large as `cut` can have."""
+    return (value + cut) - cut
 
 
-@compiled(EXACT)
-def _split_squares(g: Array, cut: float, next_cut: float, first: Array, second: Array, rest: Array) -> None:
-    for i in range(g.size):
-        v = np.float64(g[i])
-        square = v * v
-        high = (square + cut) - cut
-        left = square - high
-        low = (left + next_cut) - next_cut
-        first[i] = high
-        second[i] = low
-        rest[i] = left - low
+@inlined(EXACT)
+def _less(value: float, upper: float) -> float:
+    return value - upper
 
 
 @compiled(SUMS)
-def _sum(values: Array) -> float:
-    total = 0.0
-    for i in range(values.size):
-        total += values[i]
-    return total
+def _exact_square_sums(g: Array, bits: Array, length: int, carry_bits: int, sums: Array) -> None:
+    """Write three sums for each block. What may be reordered is their additions alone: those of `_upper` are not."""
+    for b in range(len(sums)):
+        block, block_bits = g[b * length : (b + 1) * length], bits[b * length : (b + 1) * length]
+        top = np.int32(0)
+        for i in range(block_bits.size):  # whole numbers compare as fast as they are read
+            top = max(top, np.int32(block_bits[i] & np.int32(0x7FFFFFFF)))
+        if top == 0 or top >= _INFINITY:
+            sums[b, 0] = 0.0 if top == 0 else np.inf if top == _INFINITY else np.nan
+            sums[b, 1] = sums[b, 2] = 0.0
+            continue
+        cut = math.ldexp(1.0, 2 * (int(top >> 23) - 126) + carry_bits)  # squares are below the power of 2
+        next_cut = math.ldexp(cut, carry_bits - 53)
+        first = second = third = 0.0
+        for i in range(block.size):
+            v = np.float64(block[i])
+            square = v * v
+            high = _upper(square, cut)
+            left = _less(square, high)
+            low = _upper(left, next_cut)
+            first += high
+            second += low
+            third += _less(left, low)
+        sums[b, 0], sums[b, 1], sums[b, 2] = first, second, third
 
 
 def exact_square_sums(g: Array) -> list[float]:
     if g.dtype != np.float32:
         return reference.exact_square_sums(g)
-    g, sums = contiguous(g), list[float]()
-    bits, carry_bits = g.view(np.int32), EXACT_BLOCK.bit_length()
-    parts = np.empty((3, EXACT_BLOCK))
-    for start in range(0, g.size, EXACT_BLOCK):
-        block = g[start : start + EXACT_BLOCK]
-        top = int(_highest(bits[start : start + EXACT_BLOCK]))
-        if top == 0 or top >= _INFINITY:
-            sums.append(0.0 if top == 0 else math.inf if top == _INFINITY else math.nan)
-            continue
-        cut = 2.0 ** (2 * ((top >> 23) - 126) + carry_bits)  # squares are below the power of 2
-        first, second, rest = parts[:, : block.size]
-        _split_squares(block, cut, cut * 2.0 ** (carry_bits - 53), first, second, rest)
-        sums += _sum(first), _sum(second), _sum(rest)
-    return sums
+    g = contiguous(g)
+    sums = np.empty((-(-g.size // EXACT_BLOCK), 3))
+    _exact_square_sums(g, g.view(np.int32), EXACT_BLOCK, EXACT_BLOCK.bit_length(), sums)
+    parts: list[float] = sums.reshape(-1).tolist()
+    return parts

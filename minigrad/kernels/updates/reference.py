@@ -104,7 +104,7 @@ def exact_square_sums(g: Array) -> list[float]:
         xp.multiply(block, block, out=rest, dtype=np.float64)
         largest = float(rest.max())
         if not 0 < largest < math.inf:  # nan too
-            sums.append(largest)
+            sums += largest, 0.0, 0.0
             continue
         cut = 2.0 ** (math.frexp(largest)[1] + carry_bits)
         for _ in range(2):
