@@ -15,6 +15,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one a rank; NumPy reads it when it loads
 
 from dataclasses import dataclass
+from functools import partial
 
 from common.settings import RecoverySettings
 from common.text import load_tokens, split
@@ -52,10 +53,10 @@ def main() -> None:
 
     comm = world(survive=True, deterministic=True)
     print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
-    heal = Heal(settings.heal)
-    for attempt in recovering(comm, build, num_steps=settings.steps, heal=heal, num_spares=settings.spares):
+    heal, say = Heal(settings.heal), partial(print, flush=True)
+    for attempt in recovering(comm, build, num_steps=settings.steps, heal=heal, num_spares=settings.spares, say=say):
         if attempt.recovery is not None and attempt.comm.rank == 0:
-            print(attempt.recovery, flush=True)
+            say(attempt.recovery)
         with attempt as training:
             x, y = training.data.next()
             training.optimizer.zero_grad()

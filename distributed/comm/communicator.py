@@ -460,6 +460,11 @@ class Communicator(ABC):
         """
         return False
 
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Ranks of this world that this rank knows to be dead; once it has been healed, all that were."""
+        return ()
+
     def vote(self, yes: bool, *, idle: bool = False) -> bool:
         """Return whether all ranks live and all of them say yes.
 

@@ -110,6 +110,7 @@ def recovering(
     num_spares: int = 0,
     usable: Callable[[int], int] | None = None,
     rehearse: Callable[[], object] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> Iterator[Attempt[T]]:
     """Yield attempts at the steps of a run until all are done, whoever dies. Collective.
 
@@ -127,10 +128,11 @@ def recovering(
         usable: how many of so many ranks a layout has a place for; those left over wait as spares. All, by default.
         rehearse: called once on each spare, before it waits, say to take a step of a small model by itself: what steps
             load when they are first taken is there then when the others need this one.
+        say: called on one rank as soon as a death is seen, with a line that says who died and what follows.
     Raises:
         ValueError: buddy_every or num_spares is negative, or no rank is left that trains.
     """
-    loop = Loop(comm, build, heal, restore, buddy_every, num_spares, usable)
+    loop = Loop(comm, build, heal, restore, buddy_every, num_spares, usable, say)
     loop.begin()
     if loop.comm is None and rehearse is not None:
         rehearse()

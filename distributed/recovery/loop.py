@@ -6,7 +6,7 @@ Every rank goes through the same calls: those that train, spares that wait, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -32,6 +32,7 @@ class Recovery:
             RESTORED, "the beginning".
         num_redone: steps that were done before and are done again.
         num_ranks: that train now.
+        dead: ranks that died, by their numbers in the world that lost them; none where a whole job was lost.
         forgets: what a comm hook keeps between steps (compression) began anew, as the ranks have another layout.
         seconds: from the moment that a rank saw the failure, or the launcher saw that the job was lost, until all had
             the state again.
@@ -43,6 +44,26 @@ class Recovery:
     num_ranks: int
     forgets: bool
     seconds: float
+    dead: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        died = f"{_ranks(self.dead)} died, " if self.dead else ""
+        steps = "1 step is" if self.num_redone == 1 else f"{self.num_redone} steps are"
+        redone = f", {steps} done again" if self.num_redone else ""
+        goes_on = "1 rank goes" if self.num_ranks == 1 else f"{self.num_ranks} ranks go"
+        return f"{died}healed in {self.seconds:.1f} s: {goes_on} on at step {self.step}, from {self.source}{redone}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+_WHAT_FOLLOWS = {  # a death: one place is taken, or several are
+    Heal.REPLACE: ("a new rank takes its place", "new ranks take their places"),
+    Heal.SHRINK: ("the others go on without it", "the others go on without them"),
+    Heal.SPARES: ("a spare takes its place if one is left", "spares take their places as far as they are left"),
+}
 
 
 class Loop(Generic[T]):
@@ -65,6 +86,7 @@ class Loop(Generic[T]):
         buddy_every: int,
         num_spares: int,
         usable: Callable[[int], int] | None,
+        say: Callable[[str], object] | None,
     ) -> None:
         for name, value in {"buddy_every": buddy_every, "num_spares": num_spares}.items():
             if value < 0:
@@ -79,6 +101,7 @@ class Loop(Generic[T]):
         self._restore = restore
         self._buddy_every = buddy_every
         self._usable = usable
+        self._say = say
         self._most = comm.size - num_spares
         self._place: int | None = None  # among those that trained last
         self._rescue = Rescue.of_job()
@@ -87,6 +110,7 @@ class Loop(Generic[T]):
         self._changing: dict[Extent, Array] = {}  # buffers and memories, as they were then
         self._memories: frozenset[Extent] = frozenset()  # of comm hooks, on all ranks
         self._recovery: Recovery | None = None
+        self._dead: tuple[int, ...] = ()  # since the last recovery
 
     def new_recovery(self) -> Recovery | None:
         """Return what went before the next attempt, if that was a recovery; once."""
@@ -119,8 +143,18 @@ class Loop(Generic[T]):
     def recover(self) -> None:
         start = time.perf_counter()
         self.leave_behind()
-        self.world = self.world.heal(self._heal)
+        self._heal_world()
         self._rebuild(start, is_recovery=True)
+
+    def _heal_world(self) -> None:
+        """Say who died, and get the world back."""
+        world, dead = self.world, self.world.dead
+        if self._say is not None and world.rank == min(set(range(world.size)) - set(dead)):
+            one, several = _WHAT_FOLLOWS[self._heal]
+            who = f"{_ranks(dead)} died: {several if len(dead) > 1 else one}" if dead else f"a rank died: {one}"
+            self._say(who)
+        self.world = world.heal(self._heal)
+        self._dead += world.dead
 
     def leave_behind(self) -> None:
         """Leave what this rank has, for the case that this job is lost."""
@@ -172,24 +206,26 @@ class Loop(Generic[T]):
                 if training is not None:
                     buddies = self._new_buddies(training)
                 reached = max(self.step, 0 if self._rescue is None else self._rescue.num_steps_before)
-                rows = self.world.gather_objects((found, reached, time.perf_counter() - start))
+                rows = self.world.gather_objects((found, reached, time.perf_counter() - start, self._dead))
                 whole = True
             except RankFailure:
                 whole = False
             now = time.time()
             if self.world.vote(whole):
                 break
-            self.world = self.world.heal(self._heal)
+            self._heal_world()
             is_recovery = True
         found = next(row[0] for row in rows if row[0] is not None)
-        reached, seconds = (max(column) for column in list(zip(*rows, strict=True))[1:])
+        reached, seconds = max(row[1] for row in rows), max(row[2] for row in rows)
+        dead, self._dead = max((row[3] for row in rows), key=len), ()  # newcomers know of none before them
         if self._rescue is not None:
             self._rescue.clear(now)
         self._memories = memories
         self._take(training, buddies, found.step)
         if is_recovery and self.comm is not None:
             num_redone = reached - found.step
-            self._recovery = Recovery(found.step, found.source, num_redone, self.comm.size, found.forgets, seconds)
+            num_ranks = self.comm.size
+            self._recovery = Recovery(found.step, found.source, num_redone, num_ranks, found.forgets, seconds, dead)
 
     def _has_spares(self) -> bool:
         return self.comm is None or self.comm.size < self.world.size

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -28,6 +29,7 @@ from distributed.recovery.sources import RESTORED
 from distributed.recovery.state import Training
 from distributed.run.command_line import CHECKPOINTS, to_save
 from distributed.run.progress import Progress
+from distributed.run.record import warn
 from distributed.run.resume import FORGETS
 from distributed.stop import StopRequest
 from minigrad.optim import Optimizer
@@ -149,7 +151,8 @@ class AttemptLoop(Generic[T]):
     def attempts(self, **how: Any) -> Iterator[RunAttempt[T]]:
         run, num_steps = self.run, self.run.settings.steps
         is_over = False
-        for attempt in recovering(run.comm, self.build, num_steps=num_steps + 1, restore=self.restore, **how):
+        how |= {"restore": self.restore, "say": self._say}
+        for attempt in recovering(run.comm, self.build, num_steps=num_steps + 1, **how):
             parts = attempt.training
             if parts is not self.parts:
                 is_first, self.parts = attempt.recovery is None, parts
@@ -218,6 +221,11 @@ class AttemptLoop(Generic[T]):
         if self.run.comm.rank == 0:
             self._progress = Progress(first, settings.steps, look="none" if settings.quiet else settings.progress)
 
+    def _say(self, words: str) -> None:
+        """Tell of a death, on whatever rank is left to."""
+        self.close()
+        warn(words)
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
@@ -226,11 +234,6 @@ class AttemptLoop(Generic[T]):
 
 def words_of(recovery: Recovery) -> list[str]:
     """Say, in a line or two, how ranks were lost and what became of it."""
-    source = recovery.source
-    if source == RESTORED:
-        source = "the last checkpoint" if recovery.step else "the beginning"
-    steps = "1 step is" if recovery.num_redone == 1 else f"{recovery.num_redone} steps are"
-    redone = f", {steps} done again" if recovery.num_redone else ""
-    ranks = f"{recovery.num_ranks} rank" + "s" * (recovery.num_ranks > 1)
-    words = f"healed in {recovery.seconds:.1f} s: {ranks} go on at step {recovery.step}, from {source}{redone}"
-    return [words, FORGETS] if recovery.forgets else [words]
+    if recovery.source == RESTORED:
+        recovery = replace(recovery, source="the last checkpoint" if recovery.step else "the beginning")
+    return [str(recovery), FORGETS] if recovery.forgets else [str(recovery)]

@@ -49,15 +49,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flags_of_it", "num_ranks", "script"),
+    ("flags_of_it", "num_ranks", "follows", "script"),
     [
-        ("--heal replace", 2, [SCRIPT]),
-        ("--heal spares --spares 1", 3, LIGHTLY),
-        ("--heal shrink --pp 2", 4, LIGHTLY),  # one that trained waits
+        ("--heal replace", 2, "a new rank takes its place", [SCRIPT]),
+        ("--heal spares --spares 1", 3, "a spare takes its place if one is left", LIGHTLY),
+        ("--heal shrink --pp 2", 4, "the others go on without it", LIGHTLY),  # one that trained waits
     ],
 )
 def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
-    flags_of_it: str, num_ranks: int, script: list[str], alone: tuple[str, list[float]], tmp_path: Path
+    flags_of_it: str, num_ranks: int, follows: str, script: list[str], alone: tuple[str, list[float]], tmp_path: Path
 ) -> None:
     """With exact sums there is one hash for every layout, so also for one process, and for a run that changed it.
 
@@ -71,7 +71,9 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
     check_same(output, lines, alone)
     assert [line["redone_steps"] for line in lines if "redone_steps" in line] == [0]
     assert len(set(re.findall(r"kill -TERM (\d+) saves", output))) == 2  # of rank 0, then of who took its place
-    assert re.search(r"healed in \d+\.\d s: 2 ranks go on at step \d+, from a living rank\n", errors)
+    assert f"rank 0 died: {follows}\n" in errors
+    healed = r"rank 0 died, healed in \d+\.\d s: 2 ranks go on at step \d+, from a living rank\n"
+    assert re.search(healed, errors)
     names = {path.name for path in (tmp_path / "healed").iterdir()}
     assert {"summary.json", "checkpoints"} <= names
     assert ("loss.png" in names) == (script is not LIGHTLY)

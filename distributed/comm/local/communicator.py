@@ -145,6 +145,10 @@ class LocalCommunicator(Communicator):
     def is_newcomer(self) -> bool:
         return self._is_newcomer
 
+    @property
+    def dead(self) -> tuple[int, ...]:
+        return self._space.family.dead_ranks()
+
     def vote(self, yes: bool, *, idle: bool = False) -> bool:
         rank = self._space.members[self.rank]
         self._job.count_call(rank)

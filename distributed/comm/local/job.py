@@ -178,7 +178,11 @@ class Family:
         """
         self._job.check()
         if self.dead:
-            raise RankFailure(self.members.index(rank) for rank in self.dead)
+            raise RankFailure(self.dead_ranks())
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of its world that are dead."""
+        return tuple(sorted(self.members.index(rank) for rank in self.dead))
 
     def vote(self, number: int, rank: int, yes: bool) -> bool:
         """Return the outcome of a vote, once all who live have cast theirs."""

@@ -198,6 +198,10 @@ class MPICommunicator(Communicator):
     def is_newcomer(self) -> bool:
         return self._family is not None and self._family.is_newcomer
 
+    @property
+    def dead(self) -> tuple[int, ...]:
+        return () if self._family is None else self._family.dead()
+
     def vote(self, yes: bool, *, idle: bool = False) -> bool:
         return yes if self._family is None else self._family.vote(yes, idle=idle)
 

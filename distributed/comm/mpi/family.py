@@ -84,6 +84,7 @@ class MPIFamily:
         self._processes: list[tuple[str, int]] = []
         self._comms = [world]
         self._failure: RankFailure | None = None
+        self._dead: tuple[int, ...] = ()  # all of them, once it has been healed
         self._before = before
 
     def add(self, comm: Any) -> Any:
@@ -109,6 +110,10 @@ class MPIFamily:
             self._fail()
         if self._failure is not None:
             raise self._failure
+
+    def dead(self) -> tuple[int, ...]:
+        """Return the ranks of the world that are known to be dead."""
+        return self._dead or self._known_dead()
 
     def translate(self, error: Exception) -> Exception:
         """Return RankFailure for an MPI error that a death has caused.
@@ -164,6 +169,7 @@ class MPIFamily:
             survivors = self.world.Shrink()
         lived = self._ranks_of(survivors)
         dead = sorted(set(range(self.world.Get_size())) - set(lived))
+        self._dead = tuple(dead)
         if how is Heal.REPLACE and dead:
             here = socket.gethostname()
             pids = [self._processes[rank][1] for rank in lived if self._processes[rank][0] == here]
@@ -211,11 +217,12 @@ class MPIFamily:
 
     def _fail(self) -> None:
         if self._failure is None:
-            group = self.world.Get_failed()
-            ranks = self._mpi.Group.Translate_ranks(group, None, self.world.Get_group())
-            self._failure = RankFailure(ranks)
+            self._failure = RankFailure(self._known_dead())
             for comm in self._comms:
                 comm.Revoke()
+
+    def _known_dead(self) -> tuple[int, ...]:
+        return tuple(sorted(self._mpi.Group.Translate_ranks(self.world.Get_failed(), None, self.world.Get_group())))
 
 
 def by_hosts(hosts: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
