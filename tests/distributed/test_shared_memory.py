@@ -15,7 +15,7 @@ import pytest
 from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_by_mpi
 from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
 from distributed.comm.mpi.staging import Staging
-from distributed.comm.mpi.windows import lack_of_shared_files
+from distributed.comm.mpi.windows import lack_of_shared_files, share_file
 from minigrad import backward_with_hooks
 from minigrad.models import MLP
 from minigrad.optim import SGD
@@ -415,6 +415,18 @@ def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
         assert not in_window(comm, np.zeros(10))
 
     ranks.run(program)
+
+
+@pytest.mark.skipif(lack_of_shared_files() is not None, reason="no shared files here")
+def test_each_part_of_a_shared_file_begins_a_cache_line():
+    """Else what is in it has no address that its dtype allows, and MPI refuses it."""
+
+    def program(comm):
+        window, failure = share_file(comm, 101)
+        assert failure is None
+        return [(part.nbytes >= 101, part.ctypes.data % 64) for part in window.parts]
+
+    assert LocalWorld(3).run(program) == [[(True, 0)] * 3] * 3
 
 
 def test_shared_files_are_for_systems_that_keep_them_in_memory_and_writes_in_order(monkeypatch, tmp_path):

@@ -97,10 +97,11 @@ def share_file(ranks: Communicator, num_bytes: int) -> Allocated:
     """Map a file in memory for ranks that are all on one host. Collective.
 
     Args:
-        num_bytes: of each rank's part.
+        num_bytes: of each rank's part, which is somewhat longer where cache lines end later.
     Returns:
         The window, or None and what is wrong.
     """
+    num_bytes += -num_bytes % HEADER_BYTES
     path, failure = None, None
     if ranks.rank == 0:
         failure = lack_of_shared_files()
