@@ -94,6 +94,12 @@ def gpu_name() -> str:
     return str(cuda.runtime.getDeviceProperties(cuda.Device().id)["name"].decode())
 
 
+def gpu_capability() -> tuple[int, int]:
+    """Return the compute capability of the current GPU: (9, 0) of an H100."""
+    major, minor = divmod(int(cupy().cuda.Device().compute_capability), 10)
+    return major, minor
+
+
 def gpu_bus_id() -> str:
     """Return what tells the current GPU from all others of this host.
 

@@ -8,8 +8,9 @@ What a graph replays is exactly what was launched while it was captured: a Pytho
 changes from step to step lies on the device. Whatever asks the device for an answer cannot be part of it, and is
 refused with its place in the code.
 
-Each shape has a graph and a pool of memory of its own, which live and die together. Of several ranks a graph has also
-what they told each other while it was captured, such as how much each weighs: so there it is one of the shapes on all.
+Each shape has a graph and a pool of memory of its own, which live and die together; so have those of parameters that
+are trained. Of several ranks a graph has also what they told each other while it was captured, such as how much each
+weighs: so there it is one of the shapes on all.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class CapturedStep:
         self._stream = self._cp.cuda.Stream()  # waits for the default stream, and the default stream for it
         self._shapes: dict[Any, _Shape] = {}
 
-    def __call__(self, *inputs: Array) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         """Train one step, and return what `step` returned for these inputs; it holds until the next call.
 
         Collective with `gather`.
@@ -82,10 +83,14 @@ class CapturedStep:
         Args:
             inputs: arrays of the host or of the GPU.
         Raises:
+            TypeError: an input is no array.
             RuntimeError: the step does something that cannot be captured: says what, and where.
             MemoryError: the GPU has no room for what the step keeps.
         """
-        key: Any = tuple([(x.shape, x.dtype.str) for x in inputs])
+        for x in inputs:
+            if isinstance(x, Tensor) or not hasattr(x, "dtype"):
+                raise TypeError(f"the inputs of a captured step are arrays, got {_kind(x)}")
+        key: Any = tuple([(x.shape, x.dtype.str) for x in inputs]), self._optimizer.trained()
         if self._gather is not None:
             key = key, tuple(self._gather(key))
         shape = self._shapes.get(key)
@@ -94,9 +99,10 @@ class CapturedStep:
                 shape = self._shapes[key] = _Shape(self._cp, inputs)
             shape.feed(inputs)
             if shape.num_calls < NUM_WARMUP_CALLS:
-                shape.num_calls += 1
                 with self._cp.cuda.using_allocator(shape.pool.malloc):
-                    return self._step(*shape.inputs)
+                    result = self._step(*shape.inputs)
+                shape.num_calls += 1  # of calls that went well: nothing is compiled in a capture
+                return result
             if shape.graph is None:
                 self._capture(shape)
             self._optimizer.advance()
@@ -175,8 +181,6 @@ class _Shape:
     def feed(self, inputs: tuple[Any, ...]) -> None:
         """Copy inputs to where the graph reads them."""
         for mine, given in zip(self.inputs, inputs, strict=True):
-            if type(given) is Tensor:
-                raise TypeError("the inputs of a captured step are arrays, got a Tensor")
             if xp_of(given) is xp_of(mine):
                 mine[...] = given
             else:
@@ -190,6 +194,11 @@ def _what_failed(error: BaseException, step: Callable[..., Any]) -> str:
     own = [f for f in frames if f.filename == own_file]
     places = [own[-1], frames[-1]] if own and own[-1] is not frames[-1] else frames[-1:]
     return f"{', which calls '.join(map(_place, places))} ({type(error).__name__}: {error})"
+
+
+def _kind(x: object) -> str:
+    name = type(x).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _place(frame: traceback.FrameSummary) -> str:

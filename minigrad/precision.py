@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend import Array, to_host, xp_of
+from minigrad.backend import Array, gpu_capability, is_half, to_host, xp_of
 from minigrad.extras import needs
 from minigrad.flat import FlatBuffer
 from minigrad.kernels import kernels_of
@@ -30,6 +30,7 @@ from minigrad.step_guard import MAX_SKIPPED_IN_A_ROW, StepGuard
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 MAX_SCALE = 2.0**24
+_OLDEST_GPU = (8, 0)  # whose conversions gpu.cu has
 
 
 def dtype_of(precision: str) -> np.dtype[Any]:
@@ -58,12 +59,15 @@ def use_precision(params: Iterable[Parameter], precision: str) -> None:
     Args:
         params: all that lie in the same flat buffers; those without an owner get one.
     Raises:
-        ValueError: there is no such precision, a parameter is not float32, or others share its flat buffer.
+        ValueError: there is no such precision, a parameter is not float32, others share its flat buffer, or their GPU
+            is too old for half precision.
     """
     dtype, params = dtype_of(precision), list(params)
     for p in params:
         if p.dtype != np.float32:
             raise ValueError(f"a precision is for float32 parameters, but {p.label} is {p.dtype}")
+    if is_half(dtype) and any(xp_of(p.data) is not np for p in params):
+        check_half_precision(precision)
     chosen = set(params)
     flats = dict.fromkeys(part.flat for part in FlatBuffer.adopt(params))
     for flat in flats:
@@ -72,6 +76,20 @@ def use_precision(params: Iterable[Parameter], precision: str) -> None:
                 raise ValueError(f"parameters of one flat buffer have one precision, but {p.label} is left out")
     for flat in flats:
         flat.keep_copy(dtype)
+
+
+def check_half_precision(precision: str) -> None:
+    """Refuse half precision where the current GPU has no instructions for it, before a kernel fails to compile.
+
+    Raises:
+        ValueError: it is older than Ampere.
+    """
+    capability = gpu_capability()
+    if capability < _OLDEST_GPU:
+        needed, got = (".".join(map(str, numbers)) for numbers in (_OLDEST_GPU, capability))
+        raise ValueError(
+            f"{precision} needs a GPU of compute capability {needed} or newer, got {got}: take float32 there"
+        )
 
 
 class LossScale(StepGuard):

@@ -156,6 +156,13 @@ class Optimizer:
         """Whether `step` waits for no answer of a GPU: needed to capture it."""
         return self._whole_step is not None
 
+    def trained(self) -> tuple[bool, ...]:
+        """Return of each parameter whether it requires a gradient.
+
+        A captured step trains those that did when it was captured.
+        """
+        return tuple([p.requires_grad for p in self.params])
+
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""

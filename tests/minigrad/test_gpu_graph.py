@@ -240,6 +240,33 @@ def test_a_graph_of_several_ranks_is_one_of_the_shapes_on_all() -> None:
     assert calls == ["even"] * (NUM_WARMUP_CALLS + 1) + ["uneven"] * (NUM_WARMUP_CALLS + 1)
 
 
+def test_a_frozen_parameter_stays_and_one_that_is_thawed_goes_on() -> None:
+    """A graph trains what required a gradient when it was captured, so another set has another graph."""
+
+    def trained(graph: bool) -> list[Any]:
+        training = Training("bfloat16")
+        captured = CapturedStep(training.step, training.optimizer)
+        frozen = training.model.parameters()[3]
+        for i, (x, y) in enumerate(batches(12)):
+            frozen.requires_grad = not 4 <= i < 8
+            before = frozen.data.copy()
+            captured(x, y) if graph else training.step(to_device(x), to_device(y))
+            assert bool((frozen.data == before).all()) == (4 <= i < 8)
+        return [to_host(p.data) for p in training.model.parameters()]
+
+    for value, graph_value in zip(trained(False), trained(True), strict=True):
+        np.testing.assert_array_equal(value, graph_value)
+
+
+def test_what_is_no_array_is_no_input() -> None:
+    training = Training("bfloat16")
+    captured = CapturedStep(training.step, training.optimizer)
+    ((x, y),) = batches(1)
+    for wrong, word in (([1, 2], "a list"), (mg.Tensor(to_device(x.astype(np.float32))), "a Tensor"), (3, "an int")):
+        with pytest.raises(TypeError, match=f"inputs of a captured step are arrays, got {word}"):
+            captured(wrong, y)
+
+
 def test_memory_returns_when_the_graphs_go() -> None:
     training = Training("bfloat16")
     captured = CapturedStep(training.step, training.optimizer)

@@ -358,3 +358,17 @@ def test_a_copy_of_a_model_is_float32_and_has_the_values_that_are_trained() -> N
     model = model_in("bfloat16")
     x, _ = batch()
     np.testing.assert_array_equal(deepcopy(model)(x).data, GPT(CONFIG)(x).data)
+
+
+def test_half_precision_on_an_old_gpu_is_refused_before_a_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC would say that a conversion needs another target."""
+    params = [mg.Parameter(np.ones(3, np.float32), "w")]
+    monkeypatch.setattr("minigrad.precision.xp_of", lambda array: "cupy")
+    monkeypatch.setattr("minigrad.precision.gpu_capability", lambda: (7, 5))
+    with pytest.raises(
+        ValueError, match=r"float16 needs a GPU of compute capability 8\.0 or newer, got 7\.5: take float"
+    ):
+        use_precision(params, "float16")
+    use_precision(params, "float32")
+    monkeypatch.setattr("minigrad.precision.gpu_capability", lambda: (12, 0))
+    use_precision(params, "float16")
