@@ -190,6 +190,22 @@ def test_a_backward_that_one_rank_gives_up_is_no_step(ranks):
     ranks.run(program)
 
 
+@pytest.mark.ranks(2)
+def test_a_second_step_waits_for_what_the_first_one_left_behind(ranks):
+    def program(comm, step_early):
+        model = nn.Linear(nn.ParamGetter(dtype=np.float64).at("fc"), 3, 2)
+        ddp = DistributedDataParallel(model, comm, comm_hook=late([]), step_early=step_early)
+        optimizer = ddp.optimizer(optim.SGD(0.1, momentum=0.9))
+        mg.backward_with_hooks((model(np.ones((2, 3)) + comm.rank) ** 2.0).mean(), ddp.hooks(num_samples=2))
+        ddp.wait()
+        optimizer.step()
+        optimizer.step()  # by the same gradients, and nobody has read a parameter since
+        return [p.data.copy() for p in model.parameters()]
+
+    for early, plain in zip(ranks.run(program, True), ranks.run(program, False), strict=True):
+        np.testing.assert_array_equal(np.concatenate([*map(np.ravel, early)]), np.concatenate([*map(np.ravel, plain)]))
+
+
 def test_one_rank_alone_steps_at_once():
     ddp = DistributedDataParallel(Two(), SoloCommunicator(), step_early=True)
     assert type(ddp.optimizer(optim.SGD(1.0))) is not EarlyOptimizer

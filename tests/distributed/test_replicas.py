@@ -72,6 +72,19 @@ def test_accumulating_first_and_reducing_last_is_a_step(ranks):
     ranks.run(program)
 
 
+def test_what_is_averaged_stays_so_where_another_wrapper_is_made(ranks):
+    def program(comm):
+        model, ddp, optimizer = made(comm)
+        mg.backward_with_hooks(loss_of(model, comm), ddp.hooks(num_samples=3))
+        ddp.wait()
+        DistributedDataParallel(model, comm)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="already reduced over ranks"):
+            mg.backward(loss_of(model, comm))
+
+    ranks.run(program)
+
+
 def test_one_rank_needs_no_hooks_and_a_copy_is_nobodys_replica(ranks):
     def program(comm):
         model, _, optimizer = made(comm)
