@@ -67,8 +67,10 @@ class ProcessRanks:
         self._comm = comm
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
-        result = program(self._comm.duplicate(), *args)  # no message of one test can meet the next test's
-        return self._comm.gather_objects(result)
+        own = self._comm.duplicate()  # no message of one test can meet the next test's
+        results = self._comm.gather_objects(program(own, *args))
+        own.free()
+        return results
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +32,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = f"-n must be at least 1, got {given.n}" if given.n < 1 else f"there is no {given.script}"
         print(f"{PROGRAM}: {'there is no mpirun' if mpirun is None else wrong}", file=sys.stderr)
         return 2
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    if (other := mpi_without_healing(version)) is not None:
+        print(f"{PROGRAM}: ranks that may die need Open MPI 5, as make setup installs it, not {other}", file=sys.stderr)
+        return 2
     ranks = ["-n", str(given.n), sys.executable, "-m", "mpi4py", given.script, *given.args]
     # Where somebody looks, a progress bar comes through as it is written.
     stream = ["--stream-buffering", "0"] if sys.stderr.isatty() else []
     return Launcher([mpirun, "--with-ft", "ulfm", *stream, *ranks], _environment(), _say).run()
+
+
+def mpi_without_healing(version: str) -> str | None:
+    """Return which MPI it is that cannot go on when a rank dies, or None.
+
+    Args:
+        version: what `mpirun --version` says.
+    """
+    found = re.search(r"\(Open MPI\) ((\d+)[\w.]*)", version)
+    if found is None:
+        return "MPICH" if "HYDRA" in version else "another MPI"
+    return f"Open MPI {found[1]}" if int(found[2]) < 5 else None
 
 
 def _say(line: str) -> None:

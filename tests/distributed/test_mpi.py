@@ -338,3 +338,23 @@ def test_few_ranks_on_several_hosts_sum_in_rank_order(ranks):
             np.testing.assert_array_equal(total, in_rank_order)
 
     ranks.run(program)
+
+
+@under_mpirun
+def test_what_is_freed_goes_with_all_that_was_split_off_it(ranks):
+    # Nothing ever was: MPICH has room for 2,048 in a process, and this suite made more.
+    def program(comm):
+        child = comm.duplicate()
+        parts = [child.split(color=comm.rank % 2, key=comm.rank), child.duplicate().duplicate()]
+        parts[0].buffer(100, np.float32)
+        child.free()
+        alive = [bool(part._comm) for part in (child, *parts)]  # a handle of mpi4py is false once it is freed
+        return alive, comm.allreduce(np.ones(3)).wait().tolist()
+
+    assert ranks.run(program) == [([False] * 3, [ranks.size] * 3)] * ranks.size
+
+
+@under_mpirun
+def test_a_world_is_not_freed(ranks):
+    with pytest.raises(RuntimeError, match="a world is not freed, what was split off it may be"):
+        ranks.run(lambda comm: make(comm).free())

@@ -15,6 +15,7 @@ from jobs import environ
 
 from distributed.comm.outcome import FOLDER, LOST, is_running, note_end
 from distributed.recovery import launcher
+from distributed.recovery.__main__ import mpi_without_healing
 from distributed.recovery.launcher import GIVEN_UP, MOST_TRIES, Launcher
 from distributed.recovery.rescue import LOST_AT, Rescue, begin_steps, read_steps
 from distributed.recovery.state import Extent, Snapshot
@@ -242,3 +243,18 @@ def test_what_may_become_noise_waits_for_its_end():
 def test_a_loss_is_told_and_not_shown():
     after, reasons = passed_on(b"bar |#", f"\n{LOST}no ".encode(), b"new ranks\nsaid\n")
     assert (after[-1], reasons) == (b"bar |#\nsaid\n", ["no new ranks"])
+
+
+@pytest.mark.parametrize(
+    ("version", "other"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n", None),
+        ("mpirun (Open MPI) 4.1.4\n", "Open MPI 4.1.4"),
+        ("HYDRA build details:\n    Version:                                 5.0.2\n", "MPICH"),
+        ("Intel(R) MPI Library", "another MPI"),
+    ],
+)
+def test_an_mpi_that_cannot_heal_is_named_before_it_starts(version: str, other: str | None) -> None:
+    # MPICH's mpirun does not know --with-ft: it explained its flags, and the launcher took that for a job that was
+    # lost, eleven times.
+    assert mpi_without_healing(version) == other

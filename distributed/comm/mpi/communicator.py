@@ -126,9 +126,16 @@ class MPICommunicator(Communicator):
         family: MPIFamily | None = None,
     ) -> None:
         settings = settings or Settings()
-        new = make if family is None else lambda: family.add(make())
+        handles: list[Any] = []  # what `free` frees, in order: of mpi4py, and such lists of those that were split off
+
+        def new() -> MPI.Comm:
+            handles.append(make())
+            return handles[-1] if family is None else family.add(handles[-1])
+
         comm = new()
         super().__init__(comm.Get_rank(), comm.Get_size(), max_message_elements=settings.max_message_elements)
+        self._handles = handles
+        self._is_world = engine is None
         self._settings = settings
         self._family = family
         world = MPI.COMM_WORLD if family is None else family.world
@@ -278,7 +285,15 @@ class MPICommunicator(Communicator):
             return self._child(lambda: self._comm.Split(color, key))
 
     def _child(self, make: Callable[[], MPI.Comm]) -> MPICommunicator:
-        return MPICommunicator(make, self._settings, engine=self._engine, family=self._family)
+        child = MPICommunicator(make, self._settings, engine=self._engine, family=self._family)
+        self._handles.append(child._handles)
+        return child
+
+    def free(self) -> None:
+        if self._is_world:
+            raise RuntimeError("a world is not freed, what was split off it may be")
+        if self._family is None:  # whose deaths must reach all that it has ever made
+            _free(self._handles)
 
     # Messages.
 
@@ -370,6 +385,15 @@ class MPICommunicator(Communicator):
 
     def _start(self, steps: Steps, describe: Callable[[], str]) -> Operation:
         return self._engine.start(steps, lambda: describe() + self._label + self._describe_context())
+
+
+def _free(handles: list[Any]) -> None:
+    for each in handles:
+        if isinstance(each, list):
+            _free(each)
+        else:
+            each.Free()
+    handles.clear()
 
 
 def _new_engine(comm: MPI.Comm, members: Sequence[int], settings: Settings, family: MPIFamily | None) -> Engine:
