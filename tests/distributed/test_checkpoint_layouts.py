@@ -15,7 +15,8 @@ from distributed.checkpoint.checkpointer import Checkpointer
 from minigrad import nn, rng
 from minigrad.lr_schedule import warmup_cosine
 from minigrad.models import gpt
-from minigrad.optim import AdamW, Optimizer
+from minigrad.optim import SGD, AdamW, Optimizer
+from minigrad.precision import use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 SAVED_STEPS, FURTHER_STEPS = 2, 1
@@ -213,3 +214,40 @@ def check(ranks, tmp_path, pairs):
                     np.testing.assert_allclose(
                         ours[name], array, rtol=1e-12, atol=1e-15, err_msg=f"{name}, step {step}, {case}"
                     )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_shards_of_half_precision_are_saved_as_they_are_trained(ranks, tmp_path, zero):
+    """Parameters are in float16 there, and each rank has the float32 values of its shard alone."""
+
+    def run(comm, zero, precision):
+        model = nn.Linear(nn.ParamGetter().at("fc"), 3, 5)
+        ddp = DistributedDataParallel(model, comm, zero=zero)
+        use_precision(ddp.params, precision)
+        optimizer = ddp.optimizer(SGD(0.1, momentum=0.9))
+        return model, ddp, optimizer, Checkpointer(tmp_path, comm, model, optimizer)
+
+    def step(model, ddp, optimizer, checkpoints):
+        optimizer.zero_grad()
+        mg.backward_with_hooks((model(np.float32([[1, 2, 3]])) ** 2.0).mean(), ddp.hooks(num_samples=1))
+        ddp.wait()
+        optimizer.step()
+        return {p.name: p.data.astype(np.float32) for p in model.parameters()}
+
+    def program(comm):
+        trained, plain = run(comm, zero, "float16"), run(comm, 0, "float16")
+        for _ in range(2):
+            step(*trained)
+            step(*plain)
+        trained[3].save(2)
+        trained[3].wait()
+        other = run(comm, 0, "float32")  # in another layout and precision: not what ops saw, but what was trained
+        assert other[3].load().step == 2
+        for p, q in zip(other[0].parameters(), plain[0].parameters(), strict=True):
+            np.testing.assert_array_equal(p.data, q.data)
+        again = run(comm, zero, "float16")
+        assert again[3].load().step == 2
+        np.testing.assert_equal(step(*again), step(*trained))
+
+    ranks.run(program)

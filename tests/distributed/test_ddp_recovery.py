@@ -242,6 +242,41 @@ def test_a_wait_that_was_interrupted_is_called_again(ranks):
         np.testing.assert_array_equal(values, two[name])
 
 
+@pytest.mark.ranks(2)
+def test_a_cancel_that_was_interrupted_is_called_again(ranks):
+    def program(comm):
+        interrupts = [KeyboardInterrupt()] if comm.rank == 0 else []
+
+        class Once(Interrupted):
+            def __init__(self, work):
+                self.work = work
+
+            def wait(self):
+                if interrupts and failed:
+                    raise interrupts.pop()
+                return self.work.wait()
+
+        model, failed = Fuse(), False
+        ddp = DistributedDataParallel(model, comm, comm_hook=lambda grad, comm: Once(allreduce(grad, comm)))
+        hooks = ddp.hooks(num_samples=4)
+        if comm.rank == 0:
+            failed, model.errors = True, [MemoryError()]
+            with pytest.raises(MemoryError):
+                mg.backward_with_hooks(loss_of(model), hooks)
+            with pytest.raises(KeyboardInterrupt):
+                ddp.cancel()
+            ddp.cancel()
+        else:
+            mg.backward_with_hooks(loss_of(model), hooks)
+            with pytest.raises(RuntimeError, match="the backward of another rank ended with an exception"):
+                ddp.wait()
+        assert all(p.grad is None for p in ddp.params)
+        mg.backward_with_hooks(loss_of(model), ddp.hooks(num_samples=4))
+        ddp.wait()
+
+    ranks.run(program)
+
+
 def test_a_pipeline_of_one_rank_goes_on_and_keeps_nothing():
     comm = SoloCommunicator()
     fuse = Fuse()
