@@ -61,7 +61,7 @@ export OMPI_MCA_osc ?= ^ucx
 # not compare their calls.
 WORLDS ?= 2 3,--deterministic,--synchronous-sends 4,--unchecked-collectives
 
-.PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-generation bench-ddp bench-slow-link bench-muon bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
+.PHONY: help setup train recovery test test-long test-mpi test-peers bench-scaling bench-engine test-gpu bench-gpu bench-generation bench-ddp bench-slow-link bench-buckets bench-muon bench-allreduce bench-pipeline bench-checkpoint bench-search bench-recovery equality soak drawings notebooks docs lint types check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -156,6 +156,9 @@ bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two 
 
 bench-slow-link: $(STAMP)  ## as root: ways to say less over 100 Mbit/s, with bytes, speed and loss; takes 20 minutes, or MINUTES=3 and goes on
 	$(PY) benchmarks/slow_link.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK) $(GO_ON)
+
+bench-buckets: $(STAMP)  ## as root: a data-parallel step over bucket sizes, link by link, and what --bucket-mb auto chooses; takes 10 minutes, or MINUTES=3 and goes on
+	$(PY) benchmarks/bucket_sweep.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(GO_ON)
 
 bench-muon: $(STAMP)  ## losses of Muon and AdamW on the text, each at its best learning rate; takes a minute
 	$(PY) benchmarks/muon.py

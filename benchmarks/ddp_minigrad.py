@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from itertools import repeat
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from distributed import (
     world,
 )
 from distributed.data_parallel.comm_hooks import allreduce
+from distributed.data_parallel.compression.feedback import FeedbackHook
 from distributed.data_parallel.trainer import Trainer
-from minigrad import backward_with_hooks, cross_entropy
+from minigrad import Parameter, backward, backward_with_hooks, cross_entropy
 from minigrad.models import GPT, MLP, GPTConfig
 from minigrad.optim import SGD, AdamW, Optimizer
 
@@ -95,6 +97,29 @@ class GPTSteps:
         """Reduce inside the backward, and take no norm: what the next three are measured against."""
         return self._loop()
 
+    def hooked(self, hook: FeedbackHook | None, bucket_bytes: int) -> tuple[Step, DistributedDataParallel]:
+        """Likewise, in buckets of some size, through a comm hook."""
+        model = GPT(self.config)
+        ddp = DistributedDataParallel(model, self.comm, bucket_bytes=bucket_bytes, comm_hook=hook or allreduce)
+        if hook is not None:
+            hook.attach(ddp.buckets)
+        return self._loop_of(model, ddp, ddp.optimizer(AdamW(LEARNING_RATE))), ddp
+
+    def backward_seconds(self) -> float:
+        """Return how long a backward takes alone."""
+        model = GPT(self.config)
+        seconds = []
+        for _ in range(5):
+            loss = cross_entropy(model(self.x), self.y)
+            start = time.perf_counter()
+            backward(loss)
+            seconds.append(time.perf_counter() - start)
+        return median(seconds[1:])
+
+    def parameters(self) -> list[Parameter]:
+        """Return those of such a model."""
+        return list(GPT(self.config).parameters())
+
     def early(self) -> Step:
         """Begin the step before all buckets are there."""
         return self._loop(step_early=True)
@@ -152,7 +177,11 @@ class GPTSteps:
         plain = options.get("sums", "plain")
         kind = "early" if "step_early" in options else f"zero{options['zero']}" if "zero" in options else plain
         self.bytes[kind] = held
+        return self._loop_of(model, ddp, optimizer, max_norm)
 
+    def _loop_of(
+        self, model: GPT, ddp: DistributedDataParallel, optimizer: Optimizer, max_norm: float | None = None
+    ) -> Step:
         def step() -> None:
             optimizer.zero_grad()
             loss = cross_entropy(model(self.x), self.y)

@@ -48,6 +48,7 @@ MEANINGS = {
     "bfloat16": "gradients in bfloat16",
     "int8": "gradients in int8",
     "int4": "gradients in int4",
+    "float4": "gradients in float4_e2m1fn",
     "powersgd": "PowerSGD, 4 columns",
     "topk": "top-k, a hundredth",
     "diloco": "DiLoCo, H = 30",
@@ -56,7 +57,7 @@ MEANINGS = {
     "mean_carried": "the same in int8, in the background",
 }
 NUM_ROUNDS = 3
-NUM_SEEDS = dict.fromkeys(("plain", "int8", "int4"), 4)  # of a loss, where one does not tell
+NUM_SEEDS = dict.fromkeys(("plain", "int8", "int4", "float4"), 4)  # of a loss, where one does not tell
 NUM_STEPS = 600
 PIECE_SECONDS = 80  # of a loss, before it saves and lets others have their turn
 SPEED_SHARE = 0.90

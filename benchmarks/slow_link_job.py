@@ -84,6 +84,7 @@ METHODS = {
     "bfloat16": Method(lambda: ErrorFeedback("bfloat16")),
     "int8": Method(int8),
     "int4": Method(lambda: ErrorFeedback("int4")),
+    "float4": Method(lambda: ErrorFeedback("float4_e2m1fn")),
     "powersgd": Method(PowerSGD),
     "topk": Method(TopK),
     "diloco": Method(every=30),

@@ -202,14 +202,14 @@ class Training:
         self.pipe = PipelineExecutor(
             self.stages, self.mesh.pp, self.schedule, num_microbatches=num_microbatches, loss_fn=loss_fn
         )
+        self.hook = comm_hook_of(settings)
         bucket_bytes = None if settings.bucket_mb is None else math.ceil(settings.bucket_mb * 2**20)
         if bucket_bytes == 0:
             seconds = self._backward_seconds(*self._batches(tokens).next(), num_microbatches)
-            choice = choose_bucket_bytes(self.mesh.dp, self.stages.parameters(), seconds)
+            choice = choose_bucket_bytes(self.mesh.dp, self.stages.parameters(), seconds, self.hook or allreduce)
             bucket_bytes = choice.bucket_bytes
             say(str(choice))
         rule = rule_of(settings)
-        self.hook = comm_hook_of(settings)
         self.ddp = DistributedDataParallel(
             self.stages,
             self.mesh.dp,

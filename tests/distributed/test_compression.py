@@ -8,11 +8,12 @@ import pytest
 
 from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.compression.few_bits import ErrorFeedback
-from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS, number_format, room_for
+from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS, number_format
 
 QUANTUM = {  # of a slice's largest number
     "int8": 1 / 254,
     "int4": 1 / 14,
+    "float4_e2m1fn": 1 / 6,
     "float8_e4m3fn": 1 / 16,
     "float16": 2**-11,
     "bfloat16": 2**-8,
@@ -83,7 +84,7 @@ def test_each_block_has_its_scale(size, num_blocks, room, dtype):
     style = number_format(dtype)
     values = np.random.default_rng(0).standard_normal(size) * 10.0 ** -(np.arange(size) // 50 % 7)
     kept, found = np.zeros(room), np.empty(size)
-    assert room_for(size) == room
+    assert style.room_for(size) == room
     packed = np.empty(style.packed_bytes(room), np.uint8)
     assert packed.nbytes == 4 * num_blocks + room * {"int8": 1, "int4": 0.5, "float16": 2}[dtype]
     said = values.copy()
@@ -95,6 +96,20 @@ def test_each_block_has_its_scale(size, num_blocks, room, dtype):
     padded = np.pad(values, (0, room - size)).reshape(num_blocks, -1)
     largest = abs(padded).max(axis=1, keepdims=True)
     assert (abs(kept.reshape(num_blocks, -1)) <= largest * QUANTUM[dtype] * 1.0001).all()
+
+
+def test_floats_of_4_bits_are_those_of_e2m1():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    style, values = number_format("float4_e2m1fn"), np.random.default_rng(0).uniform(-6, 6, 8192)
+    values[::128] = 6.0  # the largest of each block, so that its scale is 1/2 and numbers are what they are
+    for kind in (np.float64, np.float32):  # compiled, where numba is
+        said, found = values.astype(kind), np.empty(8192, kind)
+        packed = np.empty(style.packed_bytes(8192), np.uint8)
+        assert packed.nbytes == 4 * 64 + 4096
+        style.pack(said, np.zeros(8192, kind), packed)
+        style.unpack(packed, 8192, found, add=False)
+        np.testing.assert_array_equal(found, values.astype(kind).astype(ml_dtypes.float4_e2m1fn).astype(kind))
+        np.testing.assert_array_equal(said, found)
 
 
 def test_numbers_too_small_for_an_exact_scale_keep_their_sign():

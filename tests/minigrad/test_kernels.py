@@ -62,18 +62,21 @@ def norm_args(x: Sample, m: int, n: int) -> list[Array]:
     return [x(m, n), rows, mean, inverse]
 
 
-def quantize_args(bits: int, x: Sample, m: int, n: int) -> list[Any]:
+CODES = {"8": (8, False), "4": (4, False), "e2m1": (4, True)}  # bits, and whether they are floats
+
+
+def quantize_args(bits: int, is_float: bool, x: Sample, m: int, n: int) -> list[Any]:
     """Blocks of 4 n numbers, one more than are added to."""
     num_blocks = -(-m // 4) + 1
     kept = tame(x(num_blocks * 4 * n)).copy()
     kept[-4 * n :] = 0
     codes, scales = np.zeros(kept.size * bits // 8, np.uint8), np.zeros(num_blocks, np.float32)
-    return [x(m * n).copy(), kept, codes, scales, bits]
+    return [x(m * n).copy(), kept, codes, scales, bits, is_float]
 
 
-def dequantize_args(bits: int, x: Sample, m: int, n: int) -> list[Any]:
+def dequantize_args(bits: int, is_float: bool, x: Sample, m: int, n: int) -> list[Any]:
     codes, scales = some_ids(256, (m + 1) * n * bits).astype(np.uint8), abs(x(m + 1)).astype(np.float32)
-    return [codes, scales, bits, tame(x((m + 1) * 8 * n - 3)).copy(), bits == 4]
+    return [codes, scales, bits, tame(x((m + 1) * 8 * n - 3)).copy(), bits == 4, is_float]
 
 
 def tame(x: Array) -> Array:
@@ -128,8 +131,8 @@ CASES: dict[str, Callable[[Sample, int, int], list[Any]]] = {
     ],
     "square_sum": lambda x, m, n: [x(m * n)],
     "exact_square_sums": lambda x, m, n: [x(m * n)],
-    **{f"quantize {bits}": partial(quantize_args, bits) for bits in (8, 4)},
-    **{f"add_dequantized {bits}": partial(dequantize_args, bits) for bits in (8, 4)},
+    **{f"quantize {name}": partial(quantize_args, *kind) for name, kind in CODES.items()},
+    **{f"add_dequantized {name}": partial(dequantize_args, *kind) for name, kind in CODES.items()},
 }
 # Kernels with the bits of the reference.
 EXACT = {"relu", "leaky_relu", "select", "add_select", "sgd", "adamw", "quantize", "add_dequantized"}
@@ -219,18 +222,19 @@ def check_half_precision(case: str, name: str, shape: tuple[int, int]) -> None:
         np.testing.assert_allclose(got.astype(np.float64), expected, rtol=2 * epsilon, atol=2 * epsilon * scale)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_what_is_said_of_half_precision_and_what_is_kept_make_up_the_numbers(name: str, bits: int) -> None:
-    x, kept, codes, scales, _ = (
+def test_what_is_said_of_half_precision_and_what_is_kept_make_up_the_numbers(name: str, kind: tuple[int, bool]) -> None:
+    bits, is_float = kind
+    x, kept, codes, scales, *_ = (
         a.astype(dtype_of(name)) if getattr(a, "dtype", None) == np.float64 else a
-        for a in quantize_args(bits, sampler(np.float64), 9, 8)
+        for a in quantize_args(bits, is_float, sampler(np.float64), 9, 8)
     )
     wanted = kept.astype(np.float64)
     wanted[: x.size] += x.astype(np.float64)
-    reference.quantize(x, kept, codes, scales, bits)
+    reference.quantize(x, kept, codes, scales, bits, is_float)
     said = np.empty(kept.size)
-    reference.add_dequantized(codes, scales, bits, said, False)
+    reference.add_dequantized(codes, scales, bits, said, False, is_float)
     np.testing.assert_array_equal(x, said[: x.size].astype(x.dtype))
     np.testing.assert_allclose(said + kept.astype(np.float64), wanted, atol=2**-9 * abs(wanted).max())
 

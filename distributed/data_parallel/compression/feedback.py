@@ -12,9 +12,10 @@ Source: Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -49,6 +50,12 @@ class FeedbackHook(ABC):
         self._later: Communicator  # of the second message of a bucket
         self._rank, self._size = 0, 1
         self._last_turn: Turn | None = None
+
+    def anew(self) -> Self:
+        """Return a hook that sends as this one does, and has sent and kept nothing yet."""
+        hook = copy.copy(self)
+        FeedbackHook.__init__(hook)
+        return hook
 
     def attach(self, manager: GradientBucketManager) -> None:
         """Make what is kept of each bucket: once, before the first backward. Collective."""

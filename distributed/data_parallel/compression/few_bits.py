@@ -28,7 +28,7 @@ from distributed.comm.communicator import Array, Communicator, Work
 from distributed.comm.sequence import MessageSteps, Turn
 from distributed.comm.work import JoinedWork
 from distributed.data_parallel.compression.feedback import FeedbackHook, own_buffer
-from distributed.data_parallel.compression.number_formats import GPU_FORMATS, number_format, room_for
+from distributed.data_parallel.compression.number_formats import GPU_FORMATS, number_format
 from minigrad.backend import xp_of
 from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
@@ -40,7 +40,8 @@ class ErrorFeedback(FeedbackHook):
     What is kept is added in the next step. Where a number is not finite, all of its block arrives as nan.
 
     Args:
-        dtype: one of `NUMBER_FORMATS`; all but int8, int4 and float16 need `ml_dtypes`.
+        dtype: one of `NUMBER_FORMATS`; all but int8, int4, float4_e2m1fn and float16 need
+            `ml_dtypes`.
 
     Raises:
         ValueError: dtype is another one, or, where the hook is attached, one that a GPU does not have.
@@ -55,7 +56,7 @@ class ErrorFeedback(FeedbackHook):
         if xp_of(part.grad) is not np and self._name not in GPU_FORMATS:
             raise ValueError(f"gradients of a GPU can be sent as {', '.join(GPU_FORMATS)}, got {self._name!r}")
         num_slices = size if size > 2 else 1
-        room = room_for(-(-(part.stop - part.start) // num_slices))
+        room = self._format.room_for(-(-(part.stop - part.start) // num_slices))
         sent = own_buffer(part, "sent", (num_slices, room), rank, size)
         return [sent] if num_slices == 1 else [sent, own_buffer(part, "reduced", (room,), rank, size)]
 

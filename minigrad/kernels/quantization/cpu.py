@@ -7,16 +7,18 @@ import numpy as np
 from minigrad.backend import Array
 from minigrad.kernels.compiling import EXACT, compiled, contiguous
 from minigrad.kernels.quantization import reference
+from minigrad.kernels.quantization.reference import LARGEST_FLOAT
 
 __all__ = ["add_dequantized", "quantize"]
 
 
 @compiled(EXACT)
-def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, bits: int) -> None:
+def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, bits: int, is_float: bool) -> None:
     T, W = kept.dtype.type, words.dtype.type
     block = kept.size // scales.size
     part, parts, mask = block * bits // 8, 8 // bits, (1 << bits) - 1
-    largest = T((1 << (bits - 1)) - 1)
+    largest = T(LARGEST_FLOAT) if is_float else T((1 << (bits - 1)) - 1)
+    one, two, four, eight = T(1), T(2), T(4), T(8)
     sign = W(~(W(1) << W(8 * words.itemsize - 1)))
     numbers = np.empty(block, np.int8)
     word = np.zeros(1, words.dtype)  # the magnitude of a float is ordered as its bits are: whole numbers, nan above all
@@ -25,10 +27,10 @@ def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, 
         own_x = x[b * block : (b + 1) * block]
         for i in range(own_x.size):
             own[i] += own_x[i]
-        size = W(0)
+        most = W(0)
         for i in range(block):
-            size = max(size, W(own_words[i] & sign))
-        word[0] = size
+            most = max(most, W(own_words[i] & sign))
+        word[0] = most
         scale = np.float32(word.view(kept.dtype)[0] / largest)
         own_codes = codes[b * part : (b + 1) * part]
         if not np.isfinite(scale):
@@ -40,7 +42,12 @@ def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, 
         scales[b] = scale
         step = T(scale) if scale > 0 else T(1)
         for i in range(block):
-            number = min(max(np.rint(own[i] / step), -largest), largest)
+            number = own[i] / step
+            if is_float:
+                size = abs(number)
+                apart = one if size < four else (two if size < eight else four)
+                number = np.rint(number / apart) * apart
+            number = min(max(np.rint(number), -largest), largest)
             own[i] -= number * step
             numbers[i] = np.int8(number)
         for i in range(own_x.size):
@@ -49,6 +56,12 @@ def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, 
             for i in range(part):
                 own_codes[i] = np.uint8(numbers[i])
             continue
+        if is_float:
+            for i in range(block):
+                number = numbers[i]
+                width = np.int8(abs(number))
+                ordinal = width if width < 4 else (width // 2 + 2 if width < 8 else width // 4 + 4)
+                numbers[i] = np.int8(ordinal + 8 if number < 0 else ordinal)
         own_codes[:] = 0
         for p in range(parts):
             its = numbers[p * part : (p + 1) * part]
@@ -56,15 +69,15 @@ def _quantize(x: Array, kept: Array, words: Array, codes: Array, scales: Array, 
                 own_codes[i] |= np.uint8((its[i] & mask) << (bits * p))
 
 
-def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int) -> None:
+def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int, is_float: bool = False) -> None:
     if not x.flags.carray:
-        reference.quantize(x, kept, codes, scales, bits)
+        reference.quantize(x, kept, codes, scales, bits, is_float)
         return
-    _quantize(x, kept, kept.view(f"i{kept.itemsize}"), codes, scales, bits)
+    _quantize(x, kept, kept.view(f"i{kept.itemsize}"), codes, scales, bits, is_float)
 
 
 @compiled(EXACT)
-def _add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool) -> None:
+def _add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool, floats: Array) -> None:
     T = out.dtype.type
     part, parts = codes.size // scales.size, 8 // bits
     block = part * parts
@@ -75,9 +88,13 @@ def _add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bo
             start = b * block + p * part
             values = out[start : start + part]
             for i in range(values.size):
-                number = T(np.int8(np.int8(own[i] << (8 - bits - bits * p)) >> (8 - bits)))
+                if floats.size:
+                    number = floats[(own[i] >> (bits * p)) & 15]
+                else:
+                    number = T(np.int8(np.int8(own[i] << (8 - bits - bits * p)) >> (8 - bits)))
                 values[i] = values[i] + number * scale if add else number * scale
 
 
-def add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool) -> None:
-    _add_dequantized(contiguous(codes), contiguous(scales), bits, out, add)
+def add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool, is_float: bool = False) -> None:
+    floats = reference.FLOATS if is_float else reference.FLOATS[:0]
+    _add_dequantized(contiguous(codes), contiguous(scales), bits, out, add, floats.astype(out.dtype))
