@@ -220,9 +220,12 @@ def test_what_a_failed_attempt_drew_and_changed_is_forgotten():
 
 @pytest.mark.parametrize(("victim", "phase"), pairs([0, 2], PHASES))
 def test_a_spare_steps_in_and_the_bits_are_the_same(victim, phase):
-    """The last of four ranks waits; the others have the places, and the sums, of a world of three."""
+    """The last of four ranks waits; the others have the places, and the sums, of a world of three.
+
+    Rank 0 dies in the very first step.
+    """
     expected, losses = undisturbed(3, 1, "1f1b")
-    parameters, (_, seen, recoveries) = disturbed(4, {victim: (1, phase)}, heal=Heal.SPARES, num_spares=1)
+    parameters, (_, seen, recoveries) = disturbed(4, {victim: (min(victim, 1), phase)}, heal=Heal.SPARES, num_spares=1)
     assert same_bits(parameters, expected)
     assert {step: losses[step] for step in seen} == seen
     assert [(r.source, r.num_redone, r.num_ranks) for r in recoveries] == [("a living rank", 0, 3)]

@@ -184,7 +184,7 @@ def test_what_ranks_leave_is_found_by_those_that_come_after(tmp_path, monkeypatc
     rescue.count(8)
     a, b = {Extent("a", 0, 3): np.arange(3.0)}, {Extent("b", 0, 2): np.ones(2)}
     rescue.keep([Snapshot(8, 8, {"position": 3}, frozenset(), a), Snapshot(5, 5, {}, frozenset(), b)])
-    assert read_steps(tmp_path) == 8
+    assert (read_steps(tmp_path), read_steps(tmp_path / "none")) == (8, 0)
     monkeypatch.setenv(LOST_AT, "12.5")
     after = Rescue(tmp_path)
     assert (after.lost_at, after.num_steps_before) == (12.5, 8)
