@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from distributed.comm.outcome import is_running
+
 _LOOK_SECONDS = 0.5
-_PROC = Path("/proc")
 
 
 class Bereaved:
@@ -30,7 +31,7 @@ class Bereaved:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
-            if any(_is_alive(child) for child in _children(self._pid)):
+            if any(is_running(child) for child in _children(self._pid)):
                 self._last_alive = now
         # Nobody looks more often than that: what was alive then counts as alive until the next look.
         return 0.0 if self._last_alive is None else max(0.0, now - self._last_alive - _LOOK_SECONDS)
@@ -39,17 +40,9 @@ class Bereaved:
 def _children(pid: int) -> list[int]:
     """Return the processes that a process has started, dead ones that it has not asked about too."""
     found = []
-    for task in (_PROC / str(pid) / "task").glob("*/children"):
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             found += [int(child) for child in task.read_text().split()]
         except OSError:  # that thread, or all of it, is gone
             continue
     return found
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        after_name = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2]
-    except OSError:
-        return False
-    return after_name.split()[0] != "Z"
