@@ -61,7 +61,10 @@ def use_precision(params: Iterable[Parameter], precision: str) -> None:
     Raises:
         ValueError: there is no such precision, a parameter is not float32, others share its flat buffer, or their GPU
             is too old for half precision.
+        TypeError: params are no parameters.
     """
+    if hasattr(params, "parameters"):
+        raise TypeError(f"use_precision takes parameters, got a {type(params).__name__}: give its .parameters()")
     dtype, params = dtype_of(precision), list(params)
     for p in params:
         if p.dtype != np.float32:

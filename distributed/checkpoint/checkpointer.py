@@ -43,6 +43,7 @@ from distributed.checkpoint.files import (
 from distributed.checkpoint.plan import Stored, divide
 from distributed.comm.communicator import Array, Communicator
 from distributed.protocols import HasTensors
+from minigrad.arguments import as_int
 from minigrad.optim import Optimizer
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ class Checkpointer:
             CheckpointError: the last save failed, or a weight is infinite or nan: whoever went on from that could only
                 fail. The same message on every rank.
             TypeError: state holds what JSON cannot say, such as infinity; the same message on every rank.
-            ValueError: step is negative, or ranks are not at the same step; the same message on every rank.
+            ValueError: step is no integer from 0, or ranks are not at the same step; the same message on every rank.
             RuntimeError: the folder holds a run that was not loaded, and that nobody called this run's own: saving
                 would replace it. Or there is no optimizer, and nobody could go on from what was saved.
         """
@@ -143,7 +144,8 @@ class Checkpointer:
             raise TypeError(failure)
         num_updates = self._optimizer.num_steps
         counts = self._comm.gather_objects((step, num_updates))
-        if step < 0 or len(set(counts)) > 1:
+        steps = [as_int(each) for each, _ in counts]
+        if len(set(counts)) > 1 or any(each is None or each < 0 for each in steps):
             raise ValueError(f"all ranks must save one step, at least 0; (step, optimizer.num_steps) by rank: {counts}")
         self.wait()
         if not self._knows_folder:

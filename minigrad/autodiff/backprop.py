@@ -63,7 +63,7 @@ def backward_with_hooks(
         between_ops: called after each op.
     """
     if any(hook is not None for hook in (on_start, on_grad_ready, between_ops)):
-        hooks = _hooks(hooks) + Hooks(on_start, on_grad_ready, between_ops)
+        hooks = Hooks.of(hooks) + Hooks(on_start, on_grad_ready, between_ops)
     backward_with_grad(loss, hooks=hooks)
 
 
@@ -76,7 +76,7 @@ def backward_with_grad(output: Output, grad: Any = None, *, hooks: Hooks | None 
             a sequence with one for each.
         hooks: see `Hooks`.
     """
-    to_the_end(backward_steps(output, grad, hooks=_hooks(hooks)))
+    to_the_end(backward_steps(output, grad, hooks=Hooks.of(hooks)))
 
 
 def backward_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[None]:
@@ -104,7 +104,7 @@ def backward_input(output: Output, grad: Any = None, *, hooks: Hooks | None = No
     Returns:
         What is left to do, for `backward_weight`.
     """
-    return to_the_end(backward_input_steps(output, grad, hooks=_hooks(hooks)))
+    return to_the_end(backward_input_steps(output, grad, hooks=Hooks.of(hooks)))
 
 
 def backward_input_steps(output: Output, grad: Any, *, hooks: Hooks) -> Steps[DeferredGrads]:
@@ -140,7 +140,7 @@ def backward_weight(deferred: DeferredGrads | Sequence[DeferredGrads], *, hooks:
         RuntimeError: called twice with the same `deferred`.
     """
     halves = (deferred,) if isinstance(deferred, DeferredGrads) else deferred
-    hooks = _hooks(hooks)
+    hooks = Hooks.of(hooks)
     tapes: list[list[Node]] = []
     cotangents: dict[Node, Array] = {}
     versions: set[Version] = set()
@@ -213,12 +213,6 @@ def _root(output: Output, grad: Any, share: float) -> tuple[Node, Array]:
     parents = tuple([x.node or x for x in output])
     joined = Node("outputs", parents, tuple(constant(g) for g in seeds), (), seeds[0].dtype, weight_side)
     return joined, seeds[0]  # the cotangent of the joining node itself is never read
-
-
-def _hooks(hooks: Hooks | None) -> Hooks:
-    if hooks is not None and not isinstance(hooks, Hooks):
-        raise TypeError(f"hooks must be Hooks, got {hooks!r}; a function of your own is on_grad_ready=...")
-    return hooks or Hooks()
 
 
 def _check_tensors(outputs: Any) -> None:

@@ -44,6 +44,17 @@ class Hooks:
         """What a backward's cotangent is multiplied by."""
         return 1.0 if self.weight is None or self.mean_over is None else self.weight / self.mean_over
 
+    @staticmethod
+    def of(hooks: Hooks | None) -> Hooks:
+        """Return hooks, none at all for None.
+
+        Raises:
+            TypeError: they are something else.
+        """
+        if hooks is not None and not isinstance(hooks, Hooks):
+            raise TypeError(f"hooks must be Hooks, got {hooks!r}; a function of your own is Hooks(on_grad_ready=...)")
+        return hooks or Hooks()
+
     def __add__(self, other: Hooks) -> Hooks:
         return Hooks(
             _both(self.on_start, other.on_start),

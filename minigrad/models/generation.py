@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.arguments import as_int, check_sizes
 from minigrad.autodiff.mode import no_grad
 from minigrad.backend import Array, to_host, xp_of
 from minigrad.models.gpt import GPT, GPTEmbedding, GPTHead
@@ -42,8 +43,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < np.inf:
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_k is not None:
+            check_sizes("Sampling", top_k=self.top_k)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.seed < 2**64:
@@ -110,7 +111,10 @@ def go_on(read: Callable[[Sequence[int]], Array], prompt: Sequence[int] | Array,
         read: tokens -> logits (vocab_size,), on the host; each call has one token more.
     Raises:
         ValueError: the prompt is empty.
+        TypeError: it is neither bytes nor integers.
     """
+    if isinstance(prompt, str) or any(as_int(token) is None for token in prompt):
+        raise TypeError(f"a prompt is bytes, as text.encode() gives, or the numbers of tokens, got {prompt!r}")
     tokens = [int(token) for token in prompt]
     if not tokens:
         raise ValueError("a prompt needs at least one token, got none")

@@ -34,7 +34,7 @@ from pipeline.runtime.replicas import Reduces, replicas_of
 from pipeline.runtime.runner import TaskRunner
 from pipeline.runtime.step import Batch, LossFn, Mode, PipelineOutput, StepState
 from pipeline.runtime.step_hooks import StepHooks
-from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.schedule import Schedule, check_schedule
 from pipeline.schedules.whole_step import check_whole_step
 
 T = TypeVar("T")
@@ -60,6 +60,7 @@ class PipelineExecutor:
     Raises:
         ValueError: num_microbatches < 1, the schedule does not allow these sizes (asked only with a loss_fn: forwards
             alone run with any), stages do not fit it, or ranks were given different ones; the same on every rank.
+        TypeError: stages, schedule or loss_fn is something else.
     """
 
     def __init__(
@@ -71,6 +72,11 @@ class PipelineExecutor:
         num_microbatches: int,
         loss_fn: LossFn | None = None,
     ) -> None:
+        check_schedule(schedule)
+        if not isinstance(stages, LocalStages):
+            raise TypeError(f"PipelineExecutor takes what PipelineStage.of returns, got {type(stages).__name__}")
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of an output and y, got {loss_fn!r}")
         stage_ids = [stage.stage_id for stage in stages]
         trains = loss_fn is not None
         orders = agree_on_orders(
@@ -308,7 +314,7 @@ class PipelineExecutor:
         Args:
             end: what the step gives.
         """
-        hooks = hooks or Hooks()
+        hooks = Hooks.of(hooks)
         with hooks.told_of_errors(), self._cancelled_on_error():
             state.weigh_by(hooks)
             state.hooks.use(hooks + state.between_ops)

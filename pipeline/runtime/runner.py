@@ -128,6 +128,9 @@ class TaskRunner:
             assert state.loss_fn is not None
             assert state.given.targets is not None
             loss = state.loss_fn(output, state.given.targets[i])
+            if not isinstance(loss, Tensor) or loss.ndim:
+                got = f"shape {loss.shape}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise TypeError(f"loss_fn must return a Tensor without axes, the mean of a micro-batch, got {got}")
             state.losses[i] = loss.data  # read when the step is over: a GPU computes until then, and nobody waits
             return loss
 

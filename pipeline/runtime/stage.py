@@ -29,7 +29,7 @@ from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.local_stages import LocalStages
 from pipeline.runtime.partition import StageSpec, cut
 from pipeline.runtime.skips import StageSkips, stage_skips
-from pipeline.schedules.schedule import Schedule
+from pipeline.schedules.schedule import Schedule, check_schedule
 
 Grads = list[tuple[Array, ...]]
 """Of each of a stage's inputs, for its arrays that were to have one."""
@@ -77,7 +77,15 @@ class PipelineStage(Sequential):
         Raises:
             ValueError: there are more stages than layers, not as many specs as stages, or a layer cannot be made; the
                 same message on every rank.
+            TypeError: the layers are no pairs, or comm or schedule is something else.
         """
+        check_schedule(schedule)
+        if not isinstance(comm, Communicator):
+            raise TypeError(f"PipelineStage.of takes a communicator, such as world(), got {type(comm).__name__}")
+        for layer in layers:
+            if not isinstance(layer, (tuple, list)) or len(layer) != 2 or not callable(layer[1]):
+                example = "('fc', lambda param: nn.Linear(param.at('fc'), 4, 2))"
+                raise TypeError(f"a pipeline's layers are (name, factory), such as {example}, got {layer!r}")
         num_stages = schedule.num_stages(comm.size)
         param = ParamGetter(seed, dtype, device)
         specs = cut([name for name, _ in layers], num_stages) if specs is None else specs
@@ -94,7 +102,7 @@ class PipelineStage(Sequential):
             nonlocal skips
             skips = stage_skips(layers, specs, schedule.rank_of, comm.size)
             for spec in mine:
-                own = [make(param) for _, make in layers[spec.layer_start : spec.layer_stop]]
+                own = [_made(name, make(param)) for name, make in layers[spec.layer_start : spec.layer_stop]]
                 stages.append(PipelineStage(spec, own, skips))
             return np.empty(0, np.int64)
 
@@ -298,3 +306,9 @@ class _Tape:
             tuple(xp_of(leaf.data).zeros_like(leaf.data) if leaf.grad is None else leaf.grad for leaf in own)
             for own in self.leaves
         ]
+
+
+def _made(name: str, layer: Any) -> Any:
+    if not callable(layer):
+        raise TypeError(f"the factory of layer {name!r} must return a layer, which can be called, got {layer!r}")
+    return layer

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.orders import (
@@ -126,3 +127,9 @@ SCHEDULES = {
 """What a training step can run by; forward_only, below, is for evaluation."""
 
 FORWARD_ONLY = Schedule("forward_only", forward_only, trains=False)
+
+
+def check_schedule(schedule: Any) -> None:
+    """Raise TypeError if that is no schedule."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"a schedule is a Schedule, such as SCHEDULES['1f1b'], got {schedule!r}")

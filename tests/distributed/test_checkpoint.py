@@ -541,13 +541,14 @@ def test_a_state_that_json_cannot_say_is_refused(ranks, folder_of, case):
     assert message.startswith(f"[rank {ranks.size - 1}] the state of a checkpoint must be what JSON can say: ")
 
 
-def test_a_negative_step_is_refused(ranks, folder_of):
+@pytest.mark.parametrize("step", [-1, 1.5])
+def test_what_is_no_step_is_refused(ranks, folder_of, step):
     def program(comm):
-        return raised(Training(comm, folder_of(comm)).checkpoints.save, -1)
+        return raised(Training(comm, folder_of(comm)).checkpoints.save, step)
 
     kind, message = same_everywhere(ranks.run(program))
     assert kind is ValueError
-    assert "all ranks must save one step, at least 0; (step, optimizer.num_steps) by rank: [(-1, 0)" in message
+    assert f"all ranks must save one step, at least 0; (step, optimizer.num_steps) by rank: [({step}, 0)" in message
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -1,6 +1,7 @@
 """Text that a GPT writes: the cache changes nothing, choices follow the probabilities, and what the command says."""
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from minigrad import Tensor, no_grad, profile
 from minigrad.generate.__main__ import decode, main, until
 from minigrad.kernels import replaced
 from minigrad.models import GPT, GPTConfig
-from minigrad.models.generation import Reader, Sampling, generate
+from minigrad.models.generation import Reader, Sampling, generate, go_on
 from minigrad.nn import KeyValueCache
 from minigrad.optim import SGD, Optimizer
 
@@ -224,3 +225,10 @@ def test_what_is_wrong_is_said_in_one_line(run, flags, message, capsys):
 def test_a_folder_without_a_model_is_named(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert f"got {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["text", [1.5], [None]])
+def test_a_prompt_that_is_no_tokens_is_named(prompt: Any) -> None:
+    # 1.5 was taken for 1.
+    with pytest.raises(TypeError, match=r"a prompt is bytes, as text.encode\(\) gives, or the numbers of tokens, got "):
+        next(go_on(lambda tokens: np.zeros(3), prompt, Sampling()))

@@ -1,5 +1,8 @@
 """Mistakes: one line, the same on every rank, before any message; and a good step afterwards is as good as ever."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from recording import Log, RecordingCommunicator
@@ -19,7 +22,7 @@ from toy_pipeline import (
 
 import minigrad as mg
 from distributed import LocalWorld, SoloCommunicator
-from minigrad import rng
+from minigrad import nn, rng
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 from pipeline.runtime.microbatch import split
 
@@ -254,3 +257,60 @@ def test_ranks_in_different_random_scopes_are_refused(ranks):
             pipe.step(X, Y)
 
     ranks.run(program)
+
+
+LAYERS = [("fc", lambda param: nn.Linear(param.at("fc"), 4, 4))]
+ONE = SCHEDULES["1f1b"]
+IN = np.ones((2, 4), np.float32)
+
+
+def executor_of(loss_fn: Any) -> PipelineExecutor:
+    solo = SoloCommunicator()
+    return PipelineExecutor(PipelineStage.of(LAYERS, solo, ONE), solo, ONE, num_microbatches=1, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (
+            lambda: PipelineStage.of([nn.ReLU()], SoloCommunicator(), ONE),
+            TypeError,
+            r"layers are \(name, factory\), such as",
+        ),
+        (lambda: PipelineStage.of([("fc", 3)], SoloCommunicator(), ONE), TypeError, r"got \('fc', 3\)"),
+        (
+            lambda: PipelineStage.of(LAYERS, SoloCommunicator(), "1f1b"),
+            TypeError,
+            r"such as SCHEDULES\['1f1b'\], got '1f1b'",
+        ),
+        (lambda: PipelineStage.of(LAYERS, 2, ONE), TypeError, r"takes a communicator, such as world\(\), got int"),
+        (
+            lambda: PipelineStage.of([("fc", lambda param: None)], SoloCommunicator(), ONE),
+            ValueError,
+            "the factory of layer 'fc' must return a layer, which can be called, got None",
+        ),
+        (lambda: executor_of("mse"), TypeError, "loss_fn must be a function of an output and y, got 'mse'"),
+        (
+            lambda: PipelineExecutor([nn.ReLU()], SoloCommunicator(), ONE, num_microbatches=1),
+            TypeError,
+            "takes what PipelineStage.of returns, got list",
+        ),
+        (
+            lambda: executor_of(lambda y, _: 3.0).step(IN, IN),
+            TypeError,
+            "without axes, the mean of a micro-batch, got float",
+        ),
+        (lambda: executor_of(lambda y, _: y).step(IN, IN), TypeError, r"of a micro-batch, got shape \(2, 4\)"),
+        (
+            lambda: executor_of(mg.mse).step(IN, IN, hooks=print),
+            TypeError,
+            "hooks must be Hooks, got <built-in function",
+        ),
+    ],
+)
+def test_what_is_given_in_place_of_something_else_is_named(
+    make: Callable[[], Any], kind: type[Exception], words: str
+) -> None:
+    # An attribute that a string or a number lacks said so, from inside.
+    with pytest.raises(kind, match=words):
+        make()
