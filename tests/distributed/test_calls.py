@@ -214,7 +214,9 @@ def test_after_a_mismatch_every_call_fails(ranks):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("how", ["argument", "environment", "environment of one rank"])
+@pytest.mark.parametrize(
+    "how", ["argument", pytest.param("environment", marks=pytest.mark.long), "environment of one rank"]
+)
 def test_a_users_script_ends_with_both_lines(tmp_path, monkeypatch, how):
     monkeypatch.setenv("MINIGRAD_CHECK_COLLECTIVES", "1" if how == "environment" else "0")
     script = tmp_path / "train.py"

@@ -100,6 +100,7 @@ def test_the_others_go_on(tmp_path):
     assert sorted(line[0] for line in lines) == [0, 1]
 
 
+@pytest.mark.long
 def test_a_spare_steps_in(tmp_path):
     """The fifth rank takes the place of the second, and the bits are those of four; then no spare is left."""
     found, sources, lines = run(tmp_path, 5, {1: (1, "hook")}, pp=2, heal="spares", num_spares=1)

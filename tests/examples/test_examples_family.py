@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import ROOT, needs_mpirun, run_job, write_text
+from jobs import LIGHTLY, ROOT, metrics_of, needs_mpirun, run_job, write_text
 
 import custom_comm_hook
 import custom_op
@@ -33,7 +33,6 @@ from minigrad import check_vjp
 from pipeline import SCHEDULES, Action, Schedule, ScheduleError, draw, load
 
 EXAMPLES = ROOT / "examples"
-LIGHTLY = [str(ROOT / "tests" / "support" / "lightly.py")]
 SETTINGS = {
     "mlp_digits": flags.DigitsSettings,
     "gpt_single": flags.GPTSingleSettings,
@@ -59,10 +58,6 @@ def script(name: str) -> str:
     return str(EXAMPLES / f"{name}.py")
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics_of(folder)]
 
@@ -74,7 +69,7 @@ def run_as_its_first_line_says(name: str, small: list[str], cwd: Path) -> tuple[
     assert command is not None, line
     ranks, with_mpi, given = command.groups()
     assert (ranks is None) == (with_mpi is None)
-    start = [*(["-m", "mpi4py"] if with_mpi else []), *LIGHTLY]
+    start = [*(["-m", "mpi4py"] if with_mpi else []), LIGHTLY]
     arguments = [*start, name, *shlex.split(given), *small, "--run", name]
     result = run_job(arguments, ranks=None if ranks is None else int(ranks), cwd=cwd)
     assert result.returncode == 0, result.stderr
@@ -161,7 +156,7 @@ def test_networks_learn_digits(name: str, digits_runs: Runs) -> None:
 @needs_mpirun
 def test_one_process_goes_on_as_two_ranks_did(digits_runs: Runs, tmp_path: Path) -> None:
     for more in ([*SMALL_DIGITS, "--steps", "30"], ["--resume", "auto", "--steps", "60"]):
-        result = run_job([*LIGHTLY, "mlp_digits", *more, "--run", "here"], ranks=None, cwd=tmp_path)
+        result = run_job([LIGHTLY, "mlp_digits", *more, "--run", "here"], ranks=None, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
     assert "goes on after step 30" in result.stdout
     losses = losses_of(tmp_path / "here")

@@ -1,13 +1,12 @@
 """gpt_local_steps.py, run as a person runs it: what it sends, and that it may end after any step."""
 
-import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 from flag_values import listed_values
-from jobs import ROOT, needs_mpirun, run_job, run_lines, write_text
+from jobs import ROOT, metrics_of, needs_mpirun, run_job, run_lines, write_text
 from safetensors.numpy import load_file
 
 from common.settings import LocalStepsSettings
@@ -40,7 +39,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 
 
 def losses_of(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in metrics_of(folder)]
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from jobs import ROOT, needs_mpirun, run_job, run_lines, write_text
+from jobs import LIGHTLY, ROOT, metrics_of, needs_mpirun, run_job, run_lines, write_text
 from safetensors.numpy import load_file
 
 import train_gpt
@@ -22,7 +22,6 @@ from pipeline import SCHEDULES, PipelineStage
 SIZES = "--steps 4 --layers 2 --heads 2 --width 16 --context 16 --batch 12 --save-every 2"
 TINY = f"{SIZES} --dropout 0.1 --dtype float64 --lr-scale embed=0.5,head=2".split(" ")
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
-LIGHTLY = [str(ROOT / "tests" / "support" / "lightly.py"), "train_gpt"]  # the script without pictures
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_process(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    result = run_job([*LIGHTLY, *tiny], ranks=None, cwd=tmp_path_factory.mktemp("one_process"))
+    result = run_job([LIGHTLY, "train_gpt", *tiny], ranks=None, cwd=tmp_path_factory.mktemp("one_process"))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -56,7 +55,7 @@ class Run(NamedTuple):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return metrics_of(self.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -167,11 +166,11 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags: str, line: str, tmp_pat
 def test_tokens_of_another_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be, " * 40)
-    result = run_job([*LIGHTLY, *TINY, "--text", "text", "--vocab", "300"], ranks=None, cwd=tmp_path)
+    result = run_job([LIGHTLY, "train_gpt", *TINY, "--text", "text", "--vocab", "300"], ranks=None, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "validation loss" in result.stdout
     assert "trigram" not in result.stdout
-    result = run_job([*LIGHTLY, *TINY, "--text", "text", "--vocab", "100"], ranks=None, cwd=tmp_path)
+    result = run_job([LIGHTLY, "train_gpt", *TINY, "--text", "text", "--vocab", "100"], ranks=None, cwd=tmp_path)
     assert result.returncode == 2
     assert re.search(r"^train_gpt.py: .*100", result.stderr), result.stderr
 
@@ -218,8 +217,7 @@ def test_a_run_with_compression_goes_on_in_any_layout_and_with_any_other(tiny: l
     anew = "what gradients have not said yet, and local steps' momentum, are of another layout: they begin anew"
     begun_anew = [step for step, (_, warned) in enumerate(said, start=1) if anew in warned]
     assert begun_anew == [2, 3, 4, 6], said  # 4 kept nothing for 5
-    lines = (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(len(layouts)))
+    assert [line["step"] for line in metrics_of(tmp_path / "here")] == list(range(len(layouts)))
 
 
 def test_the_learning_rate_warms_up_and_comes_down() -> None:
@@ -298,7 +296,7 @@ def test_a_run_begins_with_another_s_weights_in_any_layout(tiny: list[str], tmp_
         (["--width", "32"], "--width is 16 in --init-from run0, got 32"),
         (["--init-from", "nowhere"], "--init-from must be a run, a checkpoint or GPT-2's files, got nowhere"),
     ):
-        result = run_job([*LIGHTLY, *tiny, *still.split(), *flags], ranks=None, cwd=tmp_path)
+        result = run_job([LIGHTLY, "train_gpt", *tiny, *still.split(), *flags], ranks=None, cwd=tmp_path)
         assert (result.returncode, result.stderr.strip()) == (2, f"train_gpt.py: {words}")
 
 
@@ -310,13 +308,13 @@ def test_gpt_2_is_fine_tuned_from_hugging_face_s_files_in_a_pipeline(tiny: list[
     gpt2.save(model.parameters(), config, tmp_path / "gpt2")
     flags = ["--text", tiny[-1], *shlex.split("--steps 1 --batch 8 --lr 1e-15 --weight-decay 0 --init-from gpt2")]
     layout = shlex.split("--pp 2 --microbatches 2 --run here")
-    result = run_job(["-m", "mpi4py", *LIGHTLY, *flags, *layout], ranks=2, cwd=tmp_path)
+    result = run_job(["-m", "mpi4py", LIGHTLY, "train_gpt", *flags, *layout], ranks=2, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for stored in load_model(tmp_path / "here"), load_model(next((tmp_path / "here" / "checkpoints").glob("step-*"))):
         assert replace(stored.config, dropout=0.0) == config
         for ours, theirs in zip(model.parameters(), stored.parameters(), strict=True):
             np.testing.assert_allclose(ours.data, theirs.data, atol=1e-8)
-    result = run_job([*LIGHTLY, *flags, "--width", "24"], ranks=None, cwd=tmp_path)
+    result = run_job([LIGHTLY, "train_gpt", *flags, "--width", "24"], ranks=None, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith("train_gpt.py: --width is 12 in --init-from gpt2, got 24")
 
@@ -386,7 +384,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(
     arguments = ["-m", "mpi4py", "-c", program, str(ROOT / "examples"), *flags]
     result = run_job(arguments, ranks=2, cwd=tmp_path)
     assert result.returncode == code, result.stderr
-    lines = [json.loads(line) for line in (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "here")
     assert [line["grad_norm"] is None for line in lines[:5]] == [False, False, True, code == 2, code == 2]
     latest = tmp_path / "here" / "checkpoints" / (tmp_path / "here" / "checkpoints" / "latest").read_text().strip()
     weights = [load_file(part) for part in latest.glob("*.safetensors")]

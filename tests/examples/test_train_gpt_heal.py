@@ -1,6 +1,5 @@
 """train_gpt.py with --heal: rank 0 is killed in the midst of a run, and the run is that of nobody killed."""
 
-import json
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import ROOT, run_job, start, survives_deaths, write_text
+from jobs import LIGHTLY, ROOT, metrics_of, run_job, start, survives_deaths, write_text
 
 from common.train_gpt_settings import TrainSettings
 
@@ -19,7 +18,7 @@ NUM_STEPS = 60  # the kill must come before the end, however late its moment is 
 LIMIT_SECONDS = 120
 SIZES = f"--steps {NUM_STEPS} --layers 2 --heads 2 --width 16 --context 16 --batch 12 --dropout 0.1"
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
-LIGHTLY = [str(ROOT / "tests" / "support" / "lightly.py"), "train_gpt"]  # the script without pictures
+IN_TESTS = [LIGHTLY, "train_gpt"]
 
 
 def layouts(dp: int, pp: int, microbatches: int, num_ranks: int, *, exact: bool = False) -> tuple[int, int, int]:
@@ -41,9 +40,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     """What an undisturbed run of one process prints, and the loss of each of its steps."""
     folder = tmp_path_factory.mktemp("alone")
     flags = [*SIZES.split(), "--exact", "--text", str(write_text(folder)), "--microbatches", "4", "--run", "alone"]
-    result = run_job([*LIGHTLY, *flags], ranks=None, cwd=folder)
+    result = run_job([*IN_TESTS, *flags], ranks=None, cwd=folder)
     assert result.returncode == 0, result.stderr
-    return result.stdout, [line["loss"] for line in metrics(folder / "alone")]
+    return result.stdout, [line["loss"] for line in metrics_of(folder / "alone")]
 
 
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
@@ -52,8 +51,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     ("flags_of_it", "num_ranks", "follows", "script"),
     [
         ("--heal replace", 2, "a new rank takes its place", [SCRIPT]),
-        ("--heal spares --spares 1", 3, "a spare takes its place if one is left", LIGHTLY),
-        ("--heal shrink --pp 2", 4, "the others go on without it", LIGHTLY),  # one that trained waits
+        ("--heal spares --spares 1", 3, "a spare takes its place if one is left", IN_TESTS),
+        ("--heal shrink --pp 2", 4, "the others go on without it", IN_TESTS),  # one that trained waits
     ],
 )
 def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
@@ -67,7 +66,7 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
     flags += ["--dp", "2", "--microbatches", "2", *flags_of_it.split(), "--run", "healed", "--progress", "lines"]
     code, output, errors = kill_in([*script, *flags], tmp_path, num_ranks=num_ranks)
     assert code == 0, errors
-    lines = metrics(tmp_path / "healed")
+    lines = metrics_of(tmp_path / "healed")
     check_same(output, lines, alone)
     assert [line["redone_steps"] for line in lines if "redone_steps" in line] == [0]
     assert len(set(re.findall(r"kill -TERM (\d+) saves", output))) == 2  # of rank 0, then of who took its place
@@ -76,7 +75,7 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
     assert re.search(healed, errors)
     names = {path.name for path in (tmp_path / "healed").iterdir()}
     assert {"summary.json", "checkpoints"} <= names
-    assert ("loss.png" in names) == (script is not LIGHTLY)
+    assert ("loss.png" in names) == (script is not IN_TESTS)
     assert (tmp_path / "healed" / "checkpoints" / f"step-{NUM_STEPS:08d}").is_dir()
 
 
@@ -87,15 +86,11 @@ def test_a_run_whose_every_process_is_killed_goes_on_from_its_checkpoint(
 ) -> None:
     flags = [*SIZES.split(), "--save-every", "20", "--exact", "--text", str(write_text(tmp_path))]
     flags += ["--dp", "2", "--microbatches", "2", "--heal", "replace", "--run", "healed"]
-    code, output, errors = kill_in([*LIGHTLY, *flags], tmp_path, whom="mpirun", after=25)
+    code, output, errors = kill_in([*IN_TESTS, *flags], tmp_path, whom="mpirun", after=25)
     assert code == 0, errors
-    check_same(output, metrics(tmp_path / "healed"), alone)
+    check_same(output, metrics_of(tmp_path / "healed"), alone)
     assert re.search(r"the job was lost after \d+ steps \(mpirun died of SIGKILL\): all ranks start again\n", errors)
     assert re.search(r"2 ranks go on at step 20, from the last checkpoint, \d+ steps? (is|are) done again\n", errors)
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_same(output: str, healed: list[dict[str, Any]], alone: tuple[str, list[float]]) -> None:

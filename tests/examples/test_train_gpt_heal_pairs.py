@@ -4,7 +4,6 @@ Each run has some values, so that each value meets each kind of healing. The scr
 line; processes and real kills are in `test_train_gpt_heal.py`.
 """
 
-import json
 from contextvars import ContextVar
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +11,7 @@ from threading import current_thread
 from typing import Any
 
 import pytest
-from jobs import write_text
+from jobs import metrics_of, write_text
 
 import train_gpt
 from common.train_gpt_settings import TrainSettings
@@ -122,7 +121,7 @@ def train(line: str, run: str, folder: Path, *, dies: bool) -> list[dict[str, An
         patch.setattr(train_gpt, "SAMPLE_TOKENS", 2)
         LocalWorld(num_ranks(line), survive=True).run(program)
     assert (folder / run / "summary.json").exists()
-    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(folder / run)
 
 
 @pytest.mark.long

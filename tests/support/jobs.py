@@ -1,6 +1,7 @@
 """Jobs of their own: a Python command on ranks that mpirun starts, or as a plain process, with a limit of time."""
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -8,11 +9,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+LIGHTLY = str(ROOT / "tests" / "support" / "lightly.py")  # runs an example, whose name follows, without its pictures
 LIMIT_SECONDS = 60
 _FOLDERS = tempfile.TemporaryDirectory(prefix="jobs-")  # a short name: sockets lie in it, whose paths must be short
 
@@ -94,6 +97,11 @@ def environ() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support"))),
     }
     return unless_given | os.environ | always
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """Return what a run has noted of its steps."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_text(folder: Path) -> Path:

@@ -1,6 +1,5 @@
 """Real kills: a run that is shot again and again, at random moments, must end as if nothing had happened."""
 
-import json
 import os
 import random
 import signal
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import MPIRUN, ROOT, environ, needs_mpirun, write_text
+from jobs import LIGHTLY, MPIRUN, ROOT, environ, metrics_of, needs_mpirun, write_text
 from safetensors.numpy import load_file
 
-LIGHTLY = [str(ROOT / "tests" / "support" / "lightly.py"), "train_gpt"]
+IN_TESTS = [LIGHTLY, "train_gpt"]
 SIZES = "--layers 4 --heads 2 --width 8 --context 8 --batch 12 --dropout 0.1 --dtype float64 --save-every 2 --quiet"
 LAYOUTS = {
     "dp": "--dp 2 --pp 1",
@@ -36,7 +35,7 @@ class Job:
         self._folder = folder
         arguments = [*SIZES.split(), *LAYOUTS[layout].split(), "--steps", str(steps)]
         arguments += ["--text", str(write_text(folder.parent))]
-        command = [sys.executable, "-m", "mpi4py", *LIGHTLY, *arguments, "--run", str(folder), "--resume", "auto"]
+        command = [sys.executable, "-m", "mpi4py", *IN_TESTS, *arguments, "--run", str(folder), "--resume", "auto"]
         assert MPIRUN is not None
         self._log = (folder.parent / f"{folder.name}.log").open("a")
         self.process = subprocess.Popen(
@@ -93,7 +92,7 @@ def _kill(pid: int) -> None:
 
 
 def curve(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder)
     assert [line["step"] for line in lines] == list(range(len(lines)))
     return [line["loss"] for line in lines]
 
