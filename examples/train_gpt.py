@@ -32,6 +32,7 @@ from distributed import (
     Communicator,
     DistributedDataParallel,
     Mesh,
+    NormOverRanks,
     SoloCommunicator,
     local_rank,
     weights_sha256,
@@ -225,8 +226,9 @@ class Training:
         if settings.computed_in != "float32":
             use_precision(self.stages.parameters(), settings.computed_in)
         self.captured: CapturedStep | None = None
-        if becomes_graph(settings, dp, comm.library):
-            self.optimizer = Optimizer(self.ddp.params, rule, max_norm=settings.clip or math.inf, loss_scale=scale)
+        if becomes_graph(settings, comm.size, comm.library):
+            max_norm, norm_over = settings.clip or math.inf, NormOverRanks(self.stages) if pp > 1 else None
+            self.optimizer = Optimizer(self.ddp.params, rule, max_norm=max_norm, loss_scale=scale, norm_over=norm_over)
             self.captured = CapturedStep(self._step, self.optimizer, gather=comm.gather_objects)
         else:
             self.optimizer = self.ddp.optimizer(rule)
@@ -291,7 +293,7 @@ class Training:
         return float(total[0] / total[1])
 
 
-def becomes_graph(settings: TrainSettings, num_replicas: int, library: str) -> bool:
+def becomes_graph(settings: TrainSettings, num_ranks: int, library: str) -> bool:
     """Return whether a step becomes one CUDA graph.
 
     Args:
@@ -301,10 +303,10 @@ def becomes_graph(settings: TrainSettings, num_replicas: int, library: str) -> b
     """
     if settings.graph == "off" or settings.why_no_graph:
         return False
-    can_be = num_replicas == 1 or "NCCL" in library
+    can_be = num_ranks == 1 or "NCCL" in library
     if settings.graph == "on" and not can_be:
         raise ValueError(
-            f"--graph on of {num_replicas} replicas needs NCCL and a GPU for each rank, got messages by {library}"
+            f"--graph on of {num_ranks} ranks needs NCCL and a GPU for each of them, got messages by {library}"
         )
     return can_be
 

@@ -267,7 +267,7 @@ class TrainSettings(
         """What no CUDA graph can have a step of, or nothing."""
         reasons = {
             f"--device {self.device}": self.device != "cuda",
-            f"--pp {self.pp}": self.pp > 1,
+            f"--dp {self.dp} and --pp {self.pp} together": self.dp > 1 and self.pp > 1,  # never tried
             f"--heal {self.heal}": self.heal != "none",
             f"--zero {self.zero}": self.zero > 0,
             f"--dropout {self.dropout}": self.dropout > 0,

@@ -165,6 +165,11 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ({"graph": "on"}, 1, "--graph on does not go with --device cpu"),
         ({"graph": "on", "device": "cuda", "dropout": 0.1}, 1, "--graph on does not go with --dropout 0.1"),
         (
+            {"graph": "on", "device": "cuda", "dp": 2, "pp": 2},
+            4,
+            "--graph on does not go with --dp 2 and --pp 2 together",
+        ),
+        (
             {"precision": "bfloat16", "dtype": "float64"},
             1,
             "--precision bfloat16 trains float32 weights, got --dtype float64",

@@ -248,10 +248,11 @@ def test_a_step_becomes_a_graph_where_nothing_goes_through_the_host(monkeypatch:
     settings = TrainSettings(device="cuda", dp=2)
     assert train_gpt.becomes_graph(settings, 2, nccl)
     assert train_gpt.becomes_graph(settings, 1, mpi)
+    assert train_gpt.becomes_graph(replace(settings, dp=1, pp=2), 2, nccl)
     assert not train_gpt.becomes_graph(settings, 2, mpi)
     assert not train_gpt.becomes_graph(replace(settings, graph="off"), 1, nccl)
     assert not train_gpt.becomes_graph(replace(settings, dropout=0.1), 1, nccl)
-    with pytest.raises(ValueError, match=r"--graph on of 2 replicas needs NCCL .*, got messages by Open MPI 5\.0$"):
+    with pytest.raises(ValueError, match=r"--graph on of 2 ranks needs NCCL .*, got messages by Open MPI 5\.0$"):
         train_gpt.becomes_graph(replace(settings, graph="on"), 2, mpi)
     monkeypatch.setenv("MINIGRAD_KERNELS", "numpy")  # whose optimizer asks the GPU
     assert not train_gpt.becomes_graph(settings, 1, nccl)
