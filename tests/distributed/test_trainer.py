@@ -353,6 +353,7 @@ def test_speed_is_that_of_all_ranks(ranks, kind, monkeypatch):
             for part in ([1.0], [2.0]):
                 metrics = trainer.backward_and_step(trainer.ddp.model(part), num_tokens=10 * (comm.rank + 1))
             speeds.append(metrics.tokens_per_second)
+            assert trainer._last_end == 0.0  # the next step's time begins where this one's ends
         return speeds
 
     speed = 2 * 10 * sum(range(1, ranks.size + 1)) / 0.5

@@ -503,6 +503,16 @@ def test_a_second_input_half_is_refused() -> None:
         mg.backward_input(loss)
 
 
+def test_weight_halves_that_meet_are_walked_side_by_side_or_not_at_all() -> None:
+    # Both products use one w.T, whose residuals the first walk frees.
+    w = mg.Parameter(np.eye(3), "w")
+    turned = w.T
+    first, second = (mg.backward_input((mg.Tensor(np.ones((2, 3))) @ turned).sum()) for _ in range(2))
+    mg.backward_weight(first)
+    with pytest.raises(RuntimeError, match="this tape was already walked"):
+        mg.backward_weight(second)
+
+
 # -- several outputs ----------------------------------------------------------------------
 
 
