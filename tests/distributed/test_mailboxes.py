@@ -99,5 +99,7 @@ def test_where_memory_cannot_be_shared_or_written_there_are_none(cupy: Any) -> N
     assert run(cupy, connected) == [[True, True]] * 2
     assert run(cupy, connected, Lost()) == [[False, False]] * 2
     assert run(cupy, connected, Refused()) == [[False, False]] * 2
-    cupy.cuda.runtime.shares_memory = False
+    cupy.cuda.runtime.opens_memory = False
+    assert run(cupy, connected) == [[False, False]] * 2
+    cupy.cuda.runtime.opens_memory, cupy.cuda.runtime.shares_memory = True, False
     assert run(cupy, connected) == [[False, False]] * 2

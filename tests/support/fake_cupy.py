@@ -209,23 +209,25 @@ class Runtime:
 
     Attributes:
         is_capturing: whether streams say that what they are told becomes part of a graph. They do it at once.
-        shares_memory: whether a rank can have another one's.
+        shares_memory, opens_memory: whether a rank can let others have its memory, and whether these can have it.
     """
 
     class CUDARuntimeError(RuntimeError):
         status = 0
 
     def __init__(self) -> None:
-        self.is_capturing, self.shares_memory = False, True
+        self.is_capturing, self.shares_memory, self.opens_memory = False, True, True
 
     def streamIsCapturing(self, pointer: int) -> bool:
         return self.is_capturing
 
     def ipcGetMemHandle(self, pointer: int) -> bytes:
+        if not self.shares_memory:
+            raise Runtime.CUDARuntimeError
         return str(pointer).encode()
 
     def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
-        if not self.shares_memory:
+        if not self.opens_memory:
             raise Runtime.CUDARuntimeError
         return int(handle)
 

@@ -66,7 +66,10 @@ class Mailboxes:
         for pair in sorted(pair for pair in pairs if rank in pair):
             with suppress(MemoryError):
                 memories[pair] = self._new_memory(pair[0] == rank)
-        handles = {pair: cp.cuda.runtime.ipcGetMemHandle(address(memory)) for pair, memory in memories.items()}
+        handles: dict[Pair, bytes] = {}
+        for pair, memory in memories.items():
+            with suppress(cp.cuda.runtime.CUDARuntimeError):  # some systems share none
+                handles[pair] = cp.cuda.runtime.ipcGetMemHandle(address(memory))
         told = host.gather_objects((platform.node(), handles))
         theirs: dict[Pair, int] = {}
         for pair in handles:
