@@ -206,6 +206,26 @@ def test_a_second_step_waits_for_what_the_first_one_left_behind(ranks):
         np.testing.assert_array_equal(np.concatenate([*map(np.ravel, early)]), np.concatenate([*map(np.ravel, plain)]))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:no rank's loss depends on b")
+def test_what_the_next_forward_leaves_out_is_updated_by_its_own_gradients(ranks):
+    def program(comm, step_early):
+        param = nn.ParamGetter(dtype=np.float64)
+        model = nn.Sequential([nn.Linear(param.at(name), 2, 2) for name in "ab"])
+        first, second = model.layers
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, comm_hook=late([]), step_early=step_early)
+        optimizer = ddp.optimizer(optim.SGD(0.1))
+        for output in (lambda x: second(first(x)), first, lambda x: second(first(x))):
+            optimizer.zero_grad()
+            x = np.ones((1, 2)) + comm.rank
+            mg.backward_with_hooks((output(x) ** 2.0).mean(), ddp.hooks(num_samples=1))
+            ddp.wait()
+            optimizer.step()
+        return np.concatenate([p.data.ravel() for p in model.parameters()])
+
+    np.testing.assert_array_equal(ranks.run(program, True), ranks.run(program, False))
+
+
 def test_one_rank_alone_steps_at_once():
     ddp = DistributedDataParallel(Two(), SoloCommunicator(), step_early=True)
     assert type(ddp.optimizer(optim.SGD(1.0))) is not EarlyOptimizer
