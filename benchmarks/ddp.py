@@ -49,8 +49,10 @@ MACHINE_RATIO = {"nano-cpu": 1.3, "baby": 1.2}  # over one process of PyTorch's 
 TWO_HOSTS_SPEED_RATIO = 1.25
 HIDDEN_PERCENT = 80.0
 SHARDED_RATIO = 1.03  # of a step with shards over one without, on one host
-LOOPS = ("plain", "zero1", "zero2")
-JOINS = ("joined", "uneven")
+LOOPS = {  # of ours, on one host; a step of baby takes seconds
+    "nano-cpu": ("plain", "zero1", "zero2", "joined", "uneven", "inside"),
+    "baby": ("plain", "zero1", "zero2"),
+}
 MLP_SAMPLES_PER_SECOND = 35_000.0
 
 VARIANTS = {
@@ -133,11 +135,9 @@ def columns(rows: Sequence[Sequence[float]]) -> list[float]:
     return [median(column) for column in zip(*rows, strict=True)]
 
 
-def compare(
-    size: str, ours: Sequence[Result], theirs: Sequence[Result], target: float, loop: str = "inside"
-) -> Iterator[Line]:
-    """Compare tokens a second of one of our loops, round by round, with the best size of PyTorch's buckets."""
-    speeds = [tokens(size) / s for s in seconds(ours, loop)]
+def compare(size: str, ours: Sequence[Result], theirs: Sequence[Result], target: float) -> Iterator[Line]:
+    """Compare tokens a second, round by round, of a step without a norm with the best size of PyTorch's buckets."""
+    speeds = [tokens(size) / s for s in seconds(ours, "plain")]
     peers = {name: [tokens(size) / s for s in seconds(theirs, name)] for name in theirs[0]["seconds"]}
     yield Line(f"{size}: minigrad", speeds, "tokens/s")
     for name, values in peers.items():
@@ -224,18 +224,19 @@ def one_host(host: Host, num_rounds: int) -> Iterator[str]:
         theirs: list[Result] = []
         alone: list[Result] = []
         for _ in range(num_rounds):
-            mine = host.minigrad(size, BATCH[size], (*LOOPS, *JOINS, "inside"))
+            mine = host.minigrad(size, BATCH[size], LOOPS[size])
             peer = host.torch(size, BATCH[size], MEBIBYTES[size])
             for results, result in zip((ours, theirs, alone), in_turns(mine, peer, one_process(size)), strict=True):
                 results.append(result)
         if size == "nano-cpu":
             yield f"two ranks on one host; cores that a rank may use: {ours[0]['affinity']}, {theirs[0]['affinity']}"
-        yield from map(str, compare(size, ours, theirs, SPEED_RATIO[size], "plain"))
-        trainer = [tokens(size) / s for s in seconds(ours, "inside")]
-        yield str(Line(f"{size}: minigrad's trainer, which takes a norm", trainer, "tokens/s"))
+        yield from map(str, compare(size, ours, theirs, SPEED_RATIO[size]))
         yield str(products(size, num_rounds))
         yield from map(str, shards(size, ours))
-        yield from map(str, joins(size, ours))
+        if "inside" in LOOPS[size]:
+            trainer = [tokens(size) / s for s in seconds(ours, "inside")]
+            yield str(Line(f"{size}: minigrad's trainer, which takes a norm", trainer, "tokens/s"))
+            yield from map(str, joins(size, ours))
         whole = [tokens(size) / s for s in seconds(alone, "torch")]
         yield str(Line(f"{size}: one PyTorch process, {os.cpu_count()} threads", whole, "tokens/s"))
         ratios = [tokens(size) / s / peer for s, peer in zip(seconds(ours, "plain"), whole, strict=True)]
@@ -250,7 +251,7 @@ def two_hosts(host: Host, num_rounds: int) -> Iterator[str]:
     size = "nano-cpu"
     ours, theirs = [], []
     for _ in range(num_rounds):
-        ours.append(host.minigrad(size, BATCH[size], tuple(VARIANTS)).result())
+        ours.append(host.minigrad(size, BATCH[size], (*VARIANTS, "plain", "early")).result())
         theirs.append(host.torch(size, BATCH[size], TWO_HOSTS_MEBIBYTES).result())
     batch = matching_batch(size, ours[0])
     matched = host.minigrad(size, batch, tuple(VARIANTS)).result()
@@ -258,8 +259,7 @@ def two_hosts(host: Host, num_rounds: int) -> Iterator[str]:
     yield from map(str, compare(size, ours, theirs, TWO_HOSTS_SPEED_RATIO))
     yield from map(str, overlap(size, ours, HIDDEN_PERCENT))
     yield from map(str, overlap(f"{size}, batch {batch}", [matched]))
-    variants = ("plain", "early", "alone", "messages")
-    yield from map(str, early(size, [host.minigrad(size, BATCH[size], variants).result() for _ in range(num_rounds)]))
+    yield from map(str, early(size, ours))
     yield "fewer bytes over 100 Mbit/s: make bench-slow-link"
 
 

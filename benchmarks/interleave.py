@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS_A_TURN = 4
-WARMUP_STEPS = 3
+WARMUP_STEPS = 2  # in the second one PyTorch's DDP makes its buckets anew
 SECONDS_BETWEEN_LOOKS = 0.002
 
 

@@ -47,7 +47,7 @@ def test_a_worker_has_one_thread_and_the_kernels_that_the_library_chooses() -> N
 
 def test_a_job_that_ends_says_which(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="the job 'chain nothing' ended with exit code 1"):
-        Worker(["chain", "nothing"])
+        Worker(["chain", "nothing"]).prepared()
     assert "KeyError: 'nothing'" in capfd.readouterr().err
 
 

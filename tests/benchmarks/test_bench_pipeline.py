@@ -87,7 +87,7 @@ def test_the_two_stages_of_pytorch_are_its_gpt() -> None:
 
 
 def test_the_best_size_of_a_peers_buckets_counts() -> None:
-    ours = [{"seconds": {"inside": [0.5]}}] * 2
+    ours = [{"seconds": {"plain": [0.5]}}] * 2
     theirs = [{"seconds": {"25 MiB": [2.0], "1 MiB": [seconds]}} for seconds in (1.0, 0.9)]
     report = lines(compare("nano-cpu", ours, theirs, 1.25))
     assert report["nano-cpu: minigrad / PyTorch DDP with 1 MiB"][:4] == ["1.90", "x", "[1.80", "2.00]"]

@@ -29,7 +29,7 @@ def test_jobs_run_one_at_a_time_and_each_has_all_its_turns(tmp_path: Path) -> No
     for thread in threads:
         thread.join(timeout=30)
         assert not thread.is_alive()
-    assert "".join(log) == "aaabbbab" + "bb"  # three steps each to warm up; then b has two turns more than a
+    assert "".join(log) == "aabbab" + "bb"  # two steps each to warm up; then b has two turns more than a
 
 
 def test_a_job_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
