@@ -80,9 +80,14 @@ def read_run(folder: Path | None) -> str | None:
         return None
 
 
+def has_begun(folder: Path) -> bool:
+    """Return whether there has been a world, which sees by itself who dies."""
+    return (folder / _BEGUN).exists()
+
+
 def nobody_left(folder: Path) -> bool:
     """Return whether a job began and no rank came to its end."""
-    return (folder / _BEGUN).exists() and not (folder / _LEFT).exists()
+    return has_begun(folder) and not (folder / _LEFT).exists()
 
 
 def forget(folder: Path) -> None:

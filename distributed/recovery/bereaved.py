@@ -1,7 +1,8 @@
-"""Finds an mpirun that all its ranks have left, and that does not end.
+"""Finds an mpirun that ranks have left, and that does not end: all of them, or one before there was a world.
 
 Open MPI's has been seen to wait for a lock of its own while several ranks died at once: no rank is left to say that the
-job is lost, and whoever waits for mpirun waits for ever.
+job is lost, and whoever waits for mpirun waits for ever. And where a rank dies before it has started MPI, the others
+wait for it in MPI's start, for ever too.
 """
 
 from __future__ import annotations
@@ -23,18 +24,37 @@ class Bereaved:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._next_look = 0.0
+        self._last_look = float("-inf")
         self._last_alive: float | None = None
+        self._ranks: set[int] = set()  # children that have been seen to run a rank's program
+        self._first_loss: float | None = None
 
     def seconds(self) -> float:
         """Return how long ago the last child was seen alive; 0 where one is, or none was ever."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
-            if any(is_running(child) for child in _children(self._pid)):
-                self._last_alive = now
+        now = self._look()
         # Nobody looks more often than that: what was alive then counts as alive until the next look.
         return 0.0 if self._last_alive is None else max(0.0, now - self._last_alive - _LOOK_SECONDS)
+
+    def seconds_without_a_rank(self) -> float:
+        """Return how long ago a rank was first seen dead; 0 where none was. Of ranks on this host.
+
+        It looks at each call: a rank that was never seen alive is not missed.
+        """
+        now = self._look(every=0.0)
+        return 0.0 if self._first_loss is None else now - self._first_loss
+
+    def _look(self, every: float = _LOOK_SECONDS) -> float:
+        """Look at the children, if nobody has for so many seconds; return the time."""
+        now = time.monotonic()
+        if now >= self._last_look + every:
+            self._last_look = now
+            alive = {child for child in _children(self._pid) if is_running(child)}
+            if alive:
+                self._last_alive = now
+            if self._first_loss is None and self._ranks - alive:
+                self._first_loss = now
+            self._ranks |= {child for child in alive if _runs_a_rank(child)}
+        return now
 
 
 def _children(pid: int) -> list[int]:
@@ -46,3 +66,11 @@ def _children(pid: int) -> list[int]:
         except OSError:  # that thread, or all of it, is gone
             continue
     return found
+
+
+def _runs_a_rank(pid: int) -> bool:
+    """Return whether a process is a rank: mpirun has other children too, such as those that reach other hosts."""
+    try:
+        return b"mpi4py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from distributed.comm.outcome import FOLDER, RUN, die_with_parent, forget, nobody_left, read_end, read_run
+from distributed.comm.outcome import FOLDER, RUN, die_with_parent, forget, has_begun, nobody_left, read_end, read_run
 from distributed.recovery.bereaved import Bereaved
 from distributed.recovery.rescue import LOST_AT, begin_steps, read_steps
 from distributed.recovery.stderr_filter import pass_on
@@ -31,7 +31,7 @@ GIVEN_UP = 1
 _MEMORY = Path("/dev/shm")
 _ASKED = {code for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-s, 128 + s)}
 _LAST_WORDS_SECONDS = 0.3  # for the other ranks to leave what they have
-_BEREAVED_SECONDS = 5.0  # for an mpirun without ranks to end
+_BEREAVED_SECONDS = 5.0  # for an mpirun to end whose ranks died, or one of them before there was a world
 _SILENCE_SECONDS = 5.0  # for the pipes of a job that was killed to close
 
 
@@ -108,6 +108,8 @@ class Launcher:
         while job.poll() is None:
             if bereaved.seconds() > _BEREAVED_SECONDS:
                 lose("mpirun outlived its ranks and did not end")
+            elif not has_begun(Path(variables[FOLDER])) and bereaved.seconds_without_a_rank() > _BEREAVED_SECONDS:
+                lose("a rank died before all had met")
             if lost.wait(0.02):
                 time.sleep(_LAST_WORDS_SECONDS)
                 job.kill()  # its ranks die with it: see `die_with_parent`

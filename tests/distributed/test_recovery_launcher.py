@@ -140,6 +140,27 @@ if number == 0:
     assert said == [lost] * (starts - 1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists a process's children")
+@pytest.mark.parametrize(
+    ("begun", "program", "starts"), [(False, "mpi4py", 2), (True, "mpi4py", 1), (False, "what reaches a host", 1)]
+)
+def test_a_rank_that_dies_before_there_is_a_world_is_not_waited_for(tmp_path, monkeypatch, begun, program, starts):
+    """The others would wait for it in MPI's start; once they have met, they see it themselves."""
+    monkeypatch.setattr(launcher, "_BEREAVED_SECONDS", 0.2)
+    script = f"""
+import subprocess
+if number == 0:
+    {"(folder / 'begun').touch(); (folder / 'left').touch()" if begun else "pass"}
+    for seconds in (0.8, 2.5):
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({{seconds}})", {program!r}])
+    time.sleep(2.5)
+"""
+    code, found, said = launch(tmp_path, script)
+    assert (code, found) == (0, starts)
+    lost = "the job was lost after 0 steps (a rank died before all had met): all ranks start again"
+    assert said == [lost] * (starts - 1)
+
+
 def test_a_job_that_does_no_step_is_given_up(tmp_path):
     code, starts, said = launch(tmp_path, "die()")
     assert (code, starts) == (GIVEN_UP, MOST_TRIES + 1)

@@ -45,6 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 4, zero 2, buddies": {"zero": 2, "buddy_every": 5},
     "dp 4, zero 1, buddies": {"zero": 1, "buddy_every": 5},
     "dp 4, int8, buddies": {"compress": "int8", "buddy_every": 5},
+    "pp 4, v_half, buddies": {"pp": 4, "schedule": "v_half", "buddy_every": 5},
     "dp 2 x pp 2, v_half": {"pp": 2, "schedule": "v_half"},
     "dp 2 x pp 2, zero 2, shrinks": {"heal": "shrink", "pp": 2, "zero": 2, "exact": True, "buddy_every": 5},
     "dp 4, float16": {"precision": "float16"},
