@@ -163,7 +163,7 @@ class DistributedDataParallel:
                 is; each other one is multiplied by its own weight over this. `weight` by default: one loss alone.
         Raises:
             ValueError: num_samples is below 1 on some rank, or a weight is negative or not finite, or all are 0; the
-                same message on every rank.
+                same message on every rank. Or mean_over of this one is not above 0 and finite.
             RuntimeError: the last backward is not over. Or another rank has left this step out, in `join`.
         """
         if mean_over is not None or (weight is not None and self.comm.size > 1):
@@ -173,6 +173,8 @@ class DistributedDataParallel:
                 "with sums='exact' each loss weighs by itself: give `weight`, of all losses of this rank, and start "
                 "each backward from its own weight / hooks.mean_over"
             )
+        if mean_over is not None and not 0 < mean_over < math.inf:
+            raise ValueError(f"mean_over must be above 0 and finite, got {mean_over}")
         return self.hooks_for(self.count_samples(num_samples, weight), mean_over=mean_over)
 
     def count_samples(self, num_samples: int, weight: float | None = None) -> Array:

@@ -102,8 +102,7 @@ def op(function: Callable[..., tuple[Array, Any]]) -> Callable[..., Tensor]:
         The op: takes Tensors, arrays and Python numbers; returns a Tensor, recorded if an input needs a gradient.
     Raises:
         TypeError: at a call: an option that the op does not have, or that is a tensor with a gradient; or as many vjps
-            as
-            arrays were not returned, or none for one that needs a gradient.
+            as arrays were not returned, or none for one that needs a gradient.
     """
     name = function.__name__
     places = Places.of(function)

@@ -856,6 +856,13 @@ def test_losses_and_gradients_weigh_by_what_counts_where_that_is_said(ranks):
     ranks.run(program)
 
 
+@pytest.mark.parametrize("mean_over", [0.0, -2.0, float("nan"), float("inf")])
+def test_a_weight_that_nothing_can_be_divided_by_is_refused(mean_over):
+    ddp = DistributedDataParallel(Weights(w=1.0), SoloCommunicator())
+    with pytest.raises(ValueError, match=f"mean_over must be above 0 and finite, got {mean_over}"):
+        ddp.hooks(num_samples=1, mean_over=mean_over)
+
+
 # Ranks that differ
 
 

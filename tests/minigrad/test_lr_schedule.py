@@ -39,8 +39,8 @@ def test_a_run_of_warmup_only_has_no_cosine(num_warmup_steps: int) -> None:
     [
         ({"num_steps": 3, "num_warmup_steps": 4}, "num_warmup_steps must be between 0 and num_steps, got 4 and 3"),
         ({"num_steps": 3, "num_warmup_steps": -1}, "num_warmup_steps must be between 0 and num_steps, got -1 and 3"),
-        ({"num_steps": 3, "floor": 2.0}, "floor must be between 0 and peak, got 2.0 and 1.0"),
-        ({"num_steps": 3, "floor": -0.1}, "floor must be between 0 and peak, got -0.1 and 1.0"),
+        ({"num_steps": 3, "floor": 2.0}, "floor must be between 0 and peak, which is finite, got 2.0 and 1.0"),
+        ({"num_steps": 3, "floor": -0.1}, "floor must be between 0 and peak, which is finite, got -0.1 and 1.0"),
     ],
 )
 def test_bad_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
