@@ -220,6 +220,7 @@ def check(ranks, tmp_path, pairs):
 @pytest.mark.parametrize("zero", [1, 2])
 def test_shards_of_half_precision_are_saved_as_they_are_trained(ranks, tmp_path, zero):
     """Parameters are in float16 there, and each rank has the float32 values of its shard alone."""
+    tmp_path = Path(ranks.run(lambda comm: comm.broadcast_object(str(tmp_path)))[0])
 
     def run(comm, zero, precision):
         model = nn.Linear(nn.ParamGetter().at("fc"), 3, 5)
