@@ -133,7 +133,7 @@ $(PEERS): $(STAMP)
 bench-scaling: $(STAMP)  ## tokens a second of one process against two ranks, with the targets
 	$(PY) benchmarks/scaling.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
-bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, with the targets; takes some 12 minutes
+bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, with the targets; takes 5 minutes
 	$(PY) benchmarks/engine.py $(QUICK)
 
 test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
@@ -151,7 +151,7 @@ bench-gpu:  ## a training step on one GPU, or with RANKS=2 on two, beside PyTorc
 bench-generation: $(PEERS)  ## tokens a second that a GPT writes, beside PyTorch; takes 2 minutes
 	$(PY) benchmarks/generation.py $(QUICK)
 
-bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes some 9 minutes
+bench-ddp: $(PEERS)  ## two ranks beside PyTorch DDP: one host, and as root two hosts, with the targets; takes 8 minutes
 	$(PY) benchmarks/ddp.py --launcher "$(MPIRUN) $(MPIRUN_FLAGS)" $(QUICK)
 
 bench-slow-link: $(STAMP)  ## as root: ways to say less over 100 Mbit/s, with bytes, speed and loss; takes 20 minutes, or MINUTES=3 and goes on
