@@ -173,6 +173,12 @@ def memory_range(array: Array) -> tuple[int, int]:
     return pointer, pointer + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
 
 
+def round_to(out: Array, values: Array) -> None:
+    """Write values of a wider dtype into `out`, rounded; what is too large is infinite."""
+    with np.errstate(over="ignore"):
+        out[...] = values
+
+
 def outside_pools(size: int, dtype: Any) -> Array:
     """Return an uninitialised array on the current GPU, (size,), in memory of no pool.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from minigrad.arguments import as_array
-from minigrad.backend import Array, xp_of
+from minigrad.backend import Array, round_to, xp_of
 from minigrad.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -182,8 +182,7 @@ class Parameter(Tensor):
         if self._grad is None:
             self._grad = self._new_grad()
         if self._sum is not None:
-            with np.errstate(over="ignore"):  # what is too large is infinite
-                self._grad[...] = self._sum
+            round_to(self._grad, self._sum)
             self._sum = None
         self._fresh = False
         return self._grad

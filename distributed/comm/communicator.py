@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distributed.comm.failure import Heal
-from distributed.comm.reduction import ReduceOp, check_reducible, round_to
+from distributed.comm.reduction import ReduceOp, check_reducible
 from distributed.comm.sequence import MessageSteps, SequenceWork
 from distributed.comm.transfer import MAX_MESSAGE_BYTES, carry, carry_rows, check_array
 from distributed.comm.work import Array, JoinedWork, Work
-from minigrad.backend import synchronize, xp_of
+from minigrad.backend import round_to, synchronize, xp_of
 
 # Every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise.
 PORTABLE_MAX_TAG = 32767

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distributed.comm.work import Array
-from minigrad.backend import is_half, widened
+from minigrad.backend import is_half, round_to, widened
 
 _HALVES = ("float16", "bfloat16")  # by name: bfloat16 comes from ml_dtypes, which need not be installed
 _BLOCK_ELEMENTS = 1 << 16  # at most 512 KiB: a running sum stays in the cache, and NumPy's calls cost little
@@ -65,12 +65,6 @@ def divide_mean(total: Array, out: Array, op: ReduceOp, size: int) -> Array:
     if out is not total:
         out[...] = total
     return out
-
-
-def round_to(out: Array, values: Array) -> None:
-    """Write values of a wider dtype into `out`, rounded; what is too large is infinite."""
-    with np.errstate(over="ignore"):
-        out[...] = values
 
 
 def combine(parts: Sequence[Array], op: ReduceOp, out: Array) -> Array:

@@ -295,3 +295,12 @@ class Residual(mg.nn.Module):
 def test_on_integers_plain_sums_are_exact_and_so_equal(dp, pp, schedule):
     found = LocalWorld(dp * pp).run(integers, dp, pp, schedule)
     assert set(found) == {integers(SoloCommunicator(), 1, 1, "gpipe")}
+
+
+def test_a_sum_that_float32_cannot_hold_is_infinite_and_no_warning(ranks):
+    def program(comm):
+        array, wide = np.zeros(3, np.float32), np.array([1e39, -1e39, 1.0])
+        comm.sum_widely(array, wide, np.ones(1, np.uint8)).wait()
+        np.testing.assert_array_equal(array, np.float32([np.inf, -np.inf, comm.size]))
+
+    ranks.run(program)

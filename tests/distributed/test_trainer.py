@@ -393,24 +393,30 @@ def token_batches(size):
     return batches
 
 
+def token_model():
+    return MLP([3, 8, 5], seed=0, dtype=np.float64)
+
+
 def token_loss(model, x, y):
     return mg.cross_entropy(model(x), y, ignore_index=IGNORED)
+
+
+def in_one_process(batches):
+    """Return the loss over all tokens at once, and a model with its gradients."""
+    x, y = (np.concatenate([part[i] for parts in batches for part in parts]) for i in range(2))
+    model = token_model()
+    loss = token_loss(model, x, y)
+    mg.backward(loss)
+    return loss, model
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_the_mean_over_tokens_that_count_is_that_of_one_process(ranks, kind):
     batches = token_batches(ranks.size)
-    x, y = (np.concatenate([part[i] for parts in batches for part in parts]) for i in range(2))
-
-    def made():
-        return MLP([3, 8, 5], seed=0, dtype=np.float64)
-
-    model = made()
-    loss = token_loss(model, x, y)
-    mg.backward(loss)
+    loss, model = in_one_process(batches)
 
     def program(comm):
-        replica = made()
+        replica = token_model()
         trainer = kind(replica, comm, TrainingConfig(grad_accum_steps=2, max_grad_norm=1e9))
         before = replica.parameters()[0].data.copy()
         for x, y in batches[comm.rank]:
@@ -430,17 +436,10 @@ def test_a_loss_in_which_nothing_counts_weighs_nothing(ranks, kind, empty):
     batches = token_batches(ranks.size)
     for parts in batches[-1:]:  # the last rank's, whose loss of `empty` is over nothing; with one rank its only one
         parts[empty][1][:] = IGNORED
-    x, y = (np.concatenate([part[i] for parts in batches for part in parts]) for i in range(2))
-
-    def made():
-        return MLP([3, 8, 5], seed=0, dtype=np.float64)
-
-    model = made()
-    loss = token_loss(model, x, y)
-    mg.backward(loss)
+    loss, model = in_one_process(batches)
 
     def program(comm):
-        replica = made()
+        replica = token_model()
         trainer = kind(replica, comm, TrainingConfig(rule=SGD(0.0), grad_accum_steps=2))
         for x, y in batches[comm.rank]:
             weight = int((y != IGNORED).sum())

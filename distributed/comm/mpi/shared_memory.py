@@ -23,9 +23,9 @@ import numpy as np
 
 from distributed.comm.communicator import Communicator
 from distributed.comm.mpi.progress import Steps
-from distributed.comm.reduction import ReduceOp, combine, divide_mean, reduce_in_rank_order, round_to, sum_widely
+from distributed.comm.reduction import ReduceOp, combine, divide_mean, reduce_in_rank_order, sum_widely
 from distributed.comm.work import Array
-from minigrad.backend import widened
+from minigrad.backend import round_to, widened
 
 HEADER_BYTES = 64  # a cache line of its own for each rank's counters
 _ARRIVED, _DONE = 0, 1  # their places in it
