@@ -66,11 +66,14 @@ class Tape:
         return len(self.entries)
 
     def __str__(self) -> str:
+        seconds = [e.seconds for e in self.entries if e.seconds is not None]
         rows = [("op", "output", "kept bytes", "forward ms")]
         rows += [(e.name, f"{e.dtype}{list(e.shape)}", f"{e.kept_bytes:,}", _ms(e.seconds)) for e in self.entries]
-        total = sum(e.seconds for e in self.entries if e.seconds is not None) or None
-        rows.append((f"{len(self)} ops", "", f"{self.kept_bytes:,}", _ms(total)))
-        return "\n".join(f"{name:<20} {shape:<28} {kept:>14} {ms:>11}" for name, shape, kept, ms in rows)
+        rows.append((f"{len(self)} ops", "", f"{self.kept_bytes:,}", _ms(sum(seconds))))
+        lines = [f"{name:<20} {shape:<28} {kept:>14}" for name, shape, kept, _ in rows]
+        if seconds:  # of a forward in a profile
+            lines = [f"{line} {ms:>11}" for line, (*_, ms) in zip(lines, rows, strict=True)]
+        return "\n".join(lines)
 
 
 def _ms(seconds: float | None) -> str:
