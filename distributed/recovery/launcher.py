@@ -98,7 +98,9 @@ class Launcher:
         self._job = job = subprocess.Popen(
             [self._command[0], *forwarded, *self._command[1:]],
             env=self._environment | variables,
+            stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches it once, through this process
             preexec_fn=die_with_parent,
         )
         assert job.stderr is not None
@@ -125,7 +127,7 @@ class Launcher:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._is_asked_to_end = True
-        if number != signal.SIGINT and self._job is not None:  # a terminal gives that to all its processes
+        if self._job is not None:
             self._job.send_signal(number)
 
 

@@ -174,17 +174,18 @@ def test_a_job_that_gets_on_is_not(tmp_path):
 
 
 def test_whoever_ends_the_launcher_ends_the_job(tmp_path):
-    """As asked by SIGTERM, which is no loss; and where the launcher is killed, as no rank may be left alone."""
+    """As asked by SIGTERM or SIGINT, which is no loss; where the launcher is killed, as no rank may be left alone."""
     fake = tmp_path / "mpirun"
     fake.write_text(f"#!{sys.executable} -I\n{JOB}\npathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)")
     fake.chmod(0o755)
     run = f"from distributed.recovery.launcher import *; import os; Launcher(['{fake}'], dict(os.environ), print).run()"
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
         with subprocess.Popen([sys.executable, "-c", run], env=environ()) as launcher:
             wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+            pid = int((tmp_path / "pid").read_text())
+            assert os.getpgid(pid) != os.getpgid(launcher.pid)  # or a terminal's Ctrl-C would come to it twice
             launcher.send_signal(number)
             launcher.wait(LIMIT_SECONDS)
-        pid = int((tmp_path / "pid").read_text())
         wait_until(lambda pid=pid: not is_running(pid))
         assert (tmp_path / "count").read_text() == "1"
         (tmp_path / "pid").unlink()
