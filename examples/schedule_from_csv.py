@@ -2,7 +2,7 @@
 """Train a GPT in a pipeline by a schedule that is written in a file.
 
 mpirun -n 2 python -m mpi4py examples/schedule_from_csv.py
-mpirun -n 2 python -m mpi4py examples/schedule_from_csv.py --schedule-file mine.csv --microbatches 8
+mpirun -n 2 python -m mpi4py examples/schedule_from_csv.py --schedule-file mine.csv
 
 gpt_pipeline.py with its schedule from a CSV file: a row a rank, a cell an action, `1F0` the forward of micro-batch 0
 through stage 1. B is the half of a backward that the stage before waits for, W the half that nobody waits for, BW is
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.proof import proved
-from common.settings import PipelineSettings
+from common.settings import MOST_MICROBATCHES, PipelineSettings
 from common.text import load_tokens, split
 from distributed import launcher_size, world
 from distributed.data.batches import TokenBatches
-from distributed.run import Run, flag, read_settings, run_script
+from distributed.run import Bounds, Run, flag, read_settings, run_script
 from minigrad import cross_entropy
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
@@ -39,6 +39,17 @@ class FileSettings(PipelineSettings):
     """Of a pipeline by a schedule in a file."""
 
     schedule_file: str = flag(str(SCHEDULES / "split_on_last_rank.csv"), "CSV, a row a rank", "FILE")
+    microbatches: int = flag(
+        0,
+        "parts that a pipeline cuts its batch into; 0 is as many as the file has, which no other number may be",
+        bounds=Bounds(at_least=0, at_most=MOST_MICROBATCHES),
+    )
+
+    @property
+    def num_microbatches(self) -> int:
+        sizes = read_schedule(self.schedule_file).sizes
+        assert sizes is not None, "a file shows every action"
+        return self.microbatches or sizes[1]
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ def proved(schedule: Schedule, settings: PipelineSettings, num_ranks: int, *, la
     holds, rule = settings.fits(schedule, num_ranks)
     if not holds:
         raise ValueError(rule)
-    orders = schedule.orders(num_ranks, settings.microbatches)
+    orders = schedule.orders(num_ranks, settings.num_microbatches)
     num_stages = schedule.num_stages(num_ranks)
-    validate(orders, num_stages=num_stages, num_microbatches=settings.microbatches, rank_of=schedule.rank_of)
+    validate(orders, num_stages=num_stages, num_microbatches=settings.num_microbatches, rank_of=schedule.rank_of)
     check_deadlock_free(
         lower(orders, rank_of=schedule.rank_of, num_stages=num_stages), rank_of=schedule.rank_of, num_stages=num_stages
     )

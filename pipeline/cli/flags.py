@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from errno import EISDIR
 from itertools import islice
@@ -239,6 +239,32 @@ def read_text(path: Path | str, what: str = "") -> str:
         raise ValueError(f"{what}{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}{path} cannot be read: it is no text in UTF-8") from error
+
+
+def sizes_of(
+    schedules: Iterable[object], given: tuple[int | None, int | None], usual: tuple[int, int]
+) -> tuple[int, int]:
+    """Return ranks and micro-batches: what is given, or else what a schedule is written for, or else the usual ones."""
+    written_for = (one.sizes for one in schedules if isinstance(one, Schedule) and one.sizes is not None)
+    default_ranks, default_microbatches = next(written_for, usual)
+    num_ranks, num_microbatches = given
+    return (
+        default_ranks if num_ranks is None else num_ranks,
+        default_microbatches if num_microbatches is None else num_microbatches,
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """Say how many there are of something: 1 stage, 2 stages."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
+def sizes_in_words(num_ranks: int, num_microbatches: int, *, num_stages: int | None = None) -> str:
+    """Say the sizes of a schedule."""
+    ranks = counted(num_ranks, "rank")
+    on = ranks if num_stages is None else f"{counted(num_stages, 'stage')} on {ranks}"
+    return f"{on}, {counted(num_microbatches, 'micro-batch')}"
 
 
 def in_flags(rule: ValueError) -> ValueError:

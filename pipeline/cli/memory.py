@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.cli import flags
-from pipeline.cli.schedule_flags import MICROBATCHES, RANKS
+from pipeline.cli.schedule_flags import AS_WRITTEN, MICROBATCHES, RANKS, add_microbatches
 from pipeline.cli.verify import check_sizes, find_case
 from pipeline.runtime.memory import stage_bytes
 from pipeline.schedules.held import Measured, StageBytes, from_json, rank_bytes, to_json
@@ -22,30 +22,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="gpt, mlp, or MODULE:FUNCTION, a function that returns a pipeline.verify.Case")
     what = "names, .csv files or MODULE:NAME (default 1f1b)"
     parser.add_argument("schedules", nargs="*", default=["1f1b"], metavar="SCHEDULE", help=what)
-    for option, default, what in (
-        ("pp", RANKS, "ranks of a pipeline"),
-        ("microbatches", MICROBATCHES, "micro-batches a step"),
-        ("shards", 1, "replicas that share the optimizer's state"),
-    ):
-        what = f"{what} (default {default})"
-        parser.add_argument(f"--{option}", type=flags.count, default=default, metavar="N", help=what)
+    what = f"ranks of a pipeline (default {RANKS}, or {AS_WRITTEN})"
+    parser.add_argument("--pp", type=flags.count, metavar="N", help=what)
+    add_microbatches(parser)
+    what = "replicas that share the optimizer's state (default 1)"
+    parser.add_argument("--shards", type=flags.count, default=1, metavar="N", help=what)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure the first micro-batch of a model's first batch, and print a table a schedule."""
     case = find_case(arguments.model)
     schedules = {name: flags.find_schedule(name, SCHEDULES) for name in arguments.schedules}
+    given = arguments.pp, arguments.microbatches
+    pp, num_microbatches = flags.sizes_of(schedules.values(), given, (RANKS, MICROBATCHES))
     for schedule in schedules.values():
-        flags.orders_of(schedule, arguments.pp, arguments.microbatches)
-        check_sizes(case, schedule, dp=1, pp=arguments.pp, num_microbatches=arguments.microbatches)
-    stages_of = measure(case, arguments.microbatches).stages_of
-    cuts = {count: stages_of(count) for count in (schedule.num_stages(arguments.pp) for schedule in schedules.values())}
+        flags.orders_of(schedule, pp, num_microbatches)
+        check_sizes(case, schedule, dp=1, pp=pp, num_microbatches=num_microbatches)
+    stages_of = measure(case, num_microbatches).stages_of
+    cuts = {count: stages_of(count) for count in (schedule.num_stages(pp) for schedule in schedules.values())}
     if arguments.json:
-        print(to_json(cuts, num_microbatches=arguments.microbatches, num_shards=arguments.shards))
+        print(to_json(cuts, num_microbatches=num_microbatches, num_shards=arguments.shards))
         return
     for name, schedule in schedules.items():
-        stages = cuts[schedule.num_stages(arguments.pp)]
-        print(f"{name}: {len(stages)} stages on {arguments.pp} ranks, {arguments.microbatches} micro-batches")
+        stages = cuts[schedule.num_stages(pp)]
+        print(f"{name}: {flags.sizes_in_words(pp, num_microbatches, num_stages=len(stages))}")
         print("stage     weights   gradients   optimizer  activations    deferred     working")
         for number, stage in enumerate(stages):
             always = (flags.amount(part) for part in (stage.weights, stage.gradients, stage.optimizer))
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
         ranks = rank_bytes(
             stages,
             schedule,
-            num_ranks=arguments.pp,
-            num_microbatches=arguments.microbatches,
+            num_ranks=pp,
+            num_microbatches=num_microbatches,
             num_shards=arguments.shards,
         )
         print(f"a rank needs  {' '.join(map(flags.amount, ranks))}")

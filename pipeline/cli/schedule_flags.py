@@ -14,6 +14,7 @@ from pipeline.schedules.timeline import Timeline
 
 NAMES = {**SCHEDULES, FORWARD_ONLY.name: FORWARD_ONLY}
 RANKS, MICROBATCHES = 4, 8
+AS_WRITTEN = "what a schedule's file is written for"
 BOUNDARIES = "boundaries between stages"
 TIMES = {
     "forward": "a forward",
@@ -25,14 +26,22 @@ TIMES = {
 def add_schedule(parser: argparse.ArgumentParser) -> None:
     """Declare a schedule and its sizes."""
     parser.add_argument("schedule", help=f"one of {', '.join(NAMES)}, a .csv file, or MODULE:NAME")
-    what = f"stages of the model (default: as {RANKS} ranks have)"
-    parser.add_argument("--stages", type=flags.count, metavar="N", help=what)
+    size = parser.add_mutually_exclusive_group()
+    add_ranks(size)
+    what = "stages of the model, in place of --ranks"
+    size.add_argument("--stages", type=flags.count, metavar="N", help=what)
     add_microbatches(parser)
+
+
+def add_ranks(parser: argparse._ActionsContainer) -> None:
+    """Declare the number of ranks."""
+    what = f"ranks (default {RANKS}, or {AS_WRITTEN})"
+    parser.add_argument("--ranks", type=flags.count, metavar="P", help=what)
 
 
 def add_microbatches(parser: argparse.ArgumentParser) -> None:
     """Declare the number of micro-batches."""
-    what = f"micro-batches a step (default {MICROBATCHES})"
+    what = f"micro-batches a step (default {MICROBATCHES}, or {AS_WRITTEN})"
     parser.add_argument("--microbatches", type=flags.count, metavar="M", help=what)
 
 
@@ -93,7 +102,7 @@ class Checked(NamedTuple):
     @property
     def title(self) -> str:
         """Its name and sizes, in words."""
-        sizes = f"{self.num_stages} stages on {len(self.orders)} ranks, {self.num_microbatches} micro-batches"
+        sizes = flags.sizes_in_words(len(self.orders), self.num_microbatches, num_stages=self.num_stages)
         return f"{self.schedule.name}: {sizes}"
 
     @property
@@ -113,7 +122,8 @@ def checked(arguments: argparse.Namespace) -> Checked:
     Where no sizes are given, they are those that the schedule is written for, or else the usual ones.
     """
     schedule = flags.find_schedule(arguments.schedule, NAMES)
-    num_ranks, num_microbatches = schedule.sizes or (RANKS, MICROBATCHES)
+    given = arguments.ranks, arguments.microbatches
+    num_ranks, num_microbatches = flags.sizes_of([schedule], given, (RANKS, MICROBATCHES))
     if arguments.stages is not None:
         if arguments.stages % schedule.num_chunks:
             raise ValueError(
@@ -121,8 +131,6 @@ def checked(arguments: argparse.Namespace) -> Checked:
                 f"{schedule.name}, got {arguments.stages}"
             )
         num_ranks = schedule.num_ranks(arguments.stages)
-    if arguments.microbatches is not None:
-        num_microbatches = arguments.microbatches
     num_stages = schedule.num_stages(num_ranks)
     orders = flags.orders_of(schedule, num_ranks, num_microbatches)
     return Checked(schedule, orders, num_stages, num_microbatches)

@@ -110,7 +110,8 @@ def run(arguments: argparse.Namespace) -> None:
     peaks = peaks_of(best, timeline)
     if arguments.csv is not None:
         flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(orders), encoding="utf-8"))
-    title = f"placement {best}: {num_stages} stages on {arguments.ranks} ranks, {arguments.microbatches} micro-batches"
+    sizes = flags.sizes_in_words(arguments.ranks, arguments.microbatches, num_stages=num_stages)
+    title = f"placement {best}: {sizes}"
     if arguments.svg is not None:
         drawing = svg(picture(timeline, title))
         flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))

@@ -12,10 +12,12 @@ from distributed.comm.world import launched_by_mpi, launcher_rank, world
 from minigrad.models import gpt, mlp
 from minigrad.ops import cross_entropy
 from pipeline.cli import flags
+from pipeline.cli.schedule_flags import AS_WRITTEN
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 from pipeline.verify import Case, MismatchError, verify
 
 HELP = "train a model in this layout and in one process, and name the first difference"
+PP, MICROBATCHES = 2, 4
 NUM_STEPS = 3
 BATCH = 24
 
@@ -24,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verify` takes."""
     parser.add_argument("model", help="gpt, mlp, or MODULE:FUNCTION, a function that returns a pipeline.verify.Case")
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, or a .csv file")
+    parser.add_argument("--dp", type=flags.count, default=1, metavar="N", help="replicas (default 1)")
     for option, default, what in (
-        ("dp", 1, "replicas"),
-        ("pp", 2, "ranks of a pipeline"),
-        ("microbatches", 4, "micro-batches a step"),
+        ("pp", PP, "ranks of a pipeline"),
+        ("microbatches", MICROBATCHES, "micro-batches a step"),
     ):
-        what = f"{what} (default {default})"
-        parser.add_argument(f"--{option}", type=flags.count, default=default, metavar="N", help=what)
+        what = f"{what} (default {default}, or {AS_WRITTEN})"
+        parser.add_argument(f"--{option}", type=flags.count, metavar="N", help=what)
     what = "replicas share out 1: the optimizer's state, 2: gradients too (default 0)"
     parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=0, help=what)
 
@@ -38,16 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train the model in one process and spread over ranks, which are threads outside mpirun; compare and report."""
     schedule = flags.find_schedule(arguments.schedule, SCHEDULES)
-    flags.orders_of(schedule, arguments.pp, arguments.microbatches)  # so that a size it does not allow is said first
+    pp, num_microbatches = flags.sizes_of([schedule], (arguments.pp, arguments.microbatches), (PP, MICROBATCHES))
+    flags.orders_of(schedule, pp, num_microbatches)  # so that a size it does not allow is said first
     case = find_case(arguments.model)
-    check_sizes(case, schedule, dp=arguments.dp, pp=arguments.pp, num_microbatches=arguments.microbatches)
+    check_sizes(case, schedule, dp=arguments.dp, pp=pp, num_microbatches=num_microbatches)
     try:
         report = verify(
             case,
             dp=arguments.dp,
-            pp=arguments.pp,
+            pp=pp,
             schedule=schedule,
-            num_microbatches=arguments.microbatches,
+            num_microbatches=num_microbatches,
             zero=arguments.zero,
             comm=world() if launched_by_mpi() else None,
         )

@@ -239,9 +239,10 @@ def test_help_teaches_and_lists_every_flag_once(
         ("schedule_from_csv", "--schedule-file gone", "--schedule-file must be a file that can be read, got gone: .*"),
         (
             "schedule_from_csv",
-            "--microbatches 4",
-            "split_on_last_rank.csv is written for 2 ranks and 4 micro-batches, got 1 and 4",
+            "--microbatches 3",
+            "split_on_last_rank.csv is written for 2 ranks and 4 micro-batches, got 1 and 3",
         ),
+        ("schedule_from_csv", "--batch 3", "--batch must hold a sample for each of 4 micro-batches, got 3"),
         ("custom_schedule", "--microbatches 49", "--batch must hold a sample for each of 49 micro-batches, got 48"),
     ],
 )

@@ -79,6 +79,7 @@ def test_times_reach_the_simulator(capsys):
             ["draw", "1f1b", "--forward", "inf"],
             "--forward: must be a number above 0, or several with commas, got 'inf'",
         ),
+        (["draw", "1f1b", "--ranks", "4", "--stages", "4"], "argument --stages: not allowed with argument --ranks"),
         (["paint"], "invalid choice: 'paint'"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -139,17 +140,17 @@ def test_draw_writes_files(tmp_path, capsys):
 
 COMPARED = """\
 2 ranks, 4 micro-batches
-                  makespan  bubble/ideal  bubble/span  efficiency  peak micro-batches a rank
-gpipe                   15        0.2500       0.2000      0.8000  4 4
-1f1b                    15        0.2500       0.2000      0.8000  2 1
-interleaved_1f1b      13.5        0.1250       0.1111      0.8889  2.5 1.5
-looped_bfs            13.5        0.1250       0.1111      0.8889  4 4
-zero_bubble_h1          13        0.0833       0.0769      0.9231  2 1
-zero_bubble_h2          13        0.0833       0.0000      0.9231  3 1
-zbv                   12.5        0.0417       0.0000      0.9600  2 2
-v_min                 13.5        0.1250       0.1111      0.8889  1 1
-v_half                12.5        0.0417       0.0000      0.9600  2 2
-dualpipev             12.5        0.0417       0.0400      0.9600  2.5 2.5
+                   makespan  bubble/ideal  bubble/span  efficiency  peak micro-batches a rank
+gpipe                    15        0.2500       0.2000      0.8000  4 4
+1f1b                     15        0.2500       0.2000      0.8000  2 1
+interleaved_1f1b       13.5        0.1250       0.1111      0.8889  2.5 1.5
+looped_bfs             13.5        0.1250       0.1111      0.8889  4 4
+zero_bubble_h1           13        0.0833       0.0769      0.9231  2 1
+zero_bubble_h2           13        0.0833       0.0000      0.9231  3 1
+zbv                    12.5        0.0417       0.0000      0.9600  2 2
+v_min                  13.5        0.1250       0.1111      0.8889  1 1
+v_half                 12.5        0.0417       0.0000      0.9600  2 2
+dualpipev              12.5        0.0417       0.0400      0.9600  2.5 2.5
 dualpipev_overlap        13        0.0833       0.0769      0.9231  2.5 2.5
 """
 
@@ -178,9 +179,35 @@ def test_a_schedule_written_by_hand_can_be_checked_and_drawn(tmp_path, capsys):
     )
     assert main(["draw", str(path)]) == 0
     assert capsys.readouterr().out == DRAWN.replace("1f1b", "mine.csv")
+    assert main(["verify", "mlp", "--schedule", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("dp=1 pp=2 mine.csv micro-batches=3: ")
+    assert main(["memory", "mlp", str(path)]) == 0
+    assert "mine.csv: 2 stages on 2 ranks, 3 micro-batches\n" in capsys.readouterr().out
     path.write_text(path.read_text().replace("0BW0,0F2", "0F2"))
     assert main(["check", str(path)]) == 2
     assert "rank 0 has no B or BW of micro-batch 0 on stage 0" in capsys.readouterr().err
+
+
+def test_a_schedule_is_asked_for_by_its_ranks_or_by_its_stages(capsys):
+    drawn = []
+    for size in (["--ranks", "2"], ["--stages", "4"]):
+        assert main(["draw", "zbv", *size, "--microbatches", "3"]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "title"),
+    [
+        ("draw 1f1b --ranks 1 --microbatches 1", "1f1b: 1 stage on 1 rank, 1 micro-batch"),
+        ("compare zbv --ranks 1 --microbatches 2", "1 rank, 2 micro-batches"),
+        ("memory mlp --pp 2 --microbatches 1", "1f1b: 2 stages on 2 ranks, 1 micro-batch"),
+        ("search --placement one --ranks 1 --microbatches 1", "placement one: 1 stage on 1 rank, 1 micro-batch"),
+    ],
+)
+def test_one_of_a_thing_is_said_as_one(command, title, capsys):
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.splitlines()[0] == title
 
 
 def test_a_bad_cell_names_its_file(tmp_path, capsys):

@@ -139,10 +139,13 @@ def test_compare_has_names_files_functions_and_a_search_side_by_side(tmp_path, c
     assert {float(row["with_reductions"]) - float(row["makespan"]) for row in rows[:2]} == {1}
     drawing = (tmp_path / "a.svg").read_text()
     assert [drawing.count(f">{name}: ") for name in candidates] == [1] * 5
-    assert main(["compare", "own.csv", *sizes, "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    assert main(["compare", "1f1b", "own.csv", "--json"]) == 0  # of the sizes that the file is written for
+    named, row = json.loads(capsys.readouterr().out)
     assert (row["makespan"], row["memory"]) == (15, None)
-    assert main(["compare", "own.csv", "1f1b"]) == 0  # a schedule that does not allow a size says so
+    assert (named["num_ranks"], named["num_microbatches"]) == (2, 4)
+    assert (
+        main(["compare", "own.csv", "1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
+    )  # a schedule that does not allow a size says so
     assert "own.csv is written for 2 ranks and 4 micro-batches, got 4 and 8" in capsys.readouterr().out
 
 
