@@ -69,7 +69,9 @@ def learned() -> str:
         return f'<text x="{at_x:.1f}" y="{at_y:.1f}" fill="{colour}" text-anchor="{anchor}">{text}</text>'
 
     lines = [
-        words(LEFT, 24, "training loss, nats a byte: a GPT of 2 layers of width 64 on the same batches", "#1f2933")
+        words(
+            LEFT, 24, "training loss by step, nats a byte: a GPT of 2 layers of width 64 on the same batches", "#1f2933"
+        )
     ]
     for loss in range(low, high + 1):
         lines.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="#e4e7eb"/>')

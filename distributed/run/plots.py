@@ -140,7 +140,7 @@ def marks_of(metrics: Metrics) -> list[tuple[int, str]]:
     """
     begun = [(row["step"], _layout(row)) for row in metrics if row.get("ranks")]
     return [
-        (step, "resumed" if layout == before else f"on as {layout}")
+        (step, "resumed" if layout == before else f"goes on as {layout}")
         for (_, before), (step, layout) in itertools.pairwise(begun)
     ]
 
@@ -240,18 +240,20 @@ def _draw(plot: Plot, folder: Path) -> Path:
         axes.plot(*plot.points, "o-", color=POINT, linewidth=1.2, markersize=5, label="validation")
     axes.set_ylim(limits(plot, line))
     for step, words in plot.marks:
+        is_early = step < plot.curve.steps[-1] / 2
         axes.axvline(step - 0.5, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
             words,
             (step - 0.5, 0.98),
             xycoords=axes.get_xaxis_transform(),
-            xytext=(-4, 0),
+            xytext=(4 if is_early else -4, 0),  # where there is more room
             textcoords="offset points",
             rotation=90,
-            ha="right",
+            ha="left" if is_early else "right",
             va="top",
             color=MUTED,
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.6, "pad": 1},
         )
 
     size = 13 if len(plot.title) < 70 else 10  # a picture is 800 points wide

@@ -168,7 +168,7 @@ def test_a_run_that_went_on_is_marked_where_it_did() -> None:
     for step, (ranks, dp, pp) in {0: (2, 1, 2), 3: (2, 1, 2), 5: (2, 2, 1)}.items():
         rows[step] |= {"ranks": ranks, "dp": dp, "pp": pp}
     rows[7] |= {"ranks": 3}
-    marks = [(3, "resumed"), (5, "on as dp 2 x pp 1"), (7, "on as 3 ranks")]
+    marks = [(3, "resumed"), (5, "goes on as dp 2 x pp 1"), (7, "goes on as 3 ranks")]
     assert [plot.marks for plot in plots(rows, "nats")] == [marks] * 3
     assert [plot.marks for plot in plots(metrics_of(3, ranks=None), "nats")] == [[]] * 3
 
