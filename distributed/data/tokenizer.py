@@ -151,7 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokenizer = train(args.text, args.folder, vocab_size=args.vocab)
         else:
             tokenizer = use(args.tokenizer, args.text, args.folder)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        sys.stderr.write(f"{parser.prog}: {error.filename} cannot be used: {error.strerror}\n")
+        return 2
+    except ValueError as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2
     num_tokens = len(read_tokens(Path(args.folder) / TOKENS))

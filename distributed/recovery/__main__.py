@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from distributed.recovery.launcher import Launcher
 
@@ -22,14 +23,14 @@ PROGRAM = "python -m distributed.recovery"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, required=True, metavar="RANKS", help="number of ranks")
     parser.add_argument("script", help="a Python script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
     given = parser.parse_args(argv)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if given.n < 1 or mpirun is None or not Path(given.script).is_file():
-        wrong = f"-n must be at least 1, got {given.n}" if given.n < 1 else f"there is no {given.script}"
+        wrong = f"-n must be at least 1, got {given.n}" if given.n < 1 else f"there is no file {given.script}"
         print(f"{PROGRAM}: {'there is no mpirun' if mpirun is None else wrong}", file=sys.stderr)
         return 2
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
@@ -40,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Where somebody looks, a progress bar comes through as it is written.
     stream = ["--stream-buffering", "0"] if sys.stderr.isatty() else []
     return Launcher([mpirun, "--with-ft", "ulfm", *stream, *ranks], _environment(), _say).run()
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def mpi_without_healing(version: str) -> str | None:

@@ -264,6 +264,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         _, unknown, words = message.partition("unrecognized arguments: ")
-        known = [option for action in self._actions for option in action.option_strings]
-        close = difflib.get_close_matches(words.split()[0].partition("=")[0], known, 1) if unknown else []
-        fail(message + (f"; is it {close[0]}?" if close else ""))
+        known = [option.lstrip("-") for action in self._actions for option in action.option_strings]
+        given = words.split()[0].partition("=")[0].lstrip("-") if unknown else ""  # dashes make all flags alike
+        close = difflib.get_close_matches(given, known, 1)
+        fail(message + (f"; is it --{close[0]}?" if close else ""))

@@ -267,7 +267,9 @@ def test_what_the_launcher_says_of_the_dead_is_left_out_and_nothing_else(line, s
     ("flags", "message"),
     [
         (["-n", "0", "x.py"], "-n must be at least 1, got 0"),
-        (["-n", "2", "no-such.py"], "there is no no-such.py"),
+        (["-n", "2", "no-such.py"], "there is no file no-such.py"),
+        (["-n", "two", "x.py"], "argument -n: invalid int value: 'two'"),
+        ([], "the following arguments are required: -n, script"),
     ],
 )
 def test_the_command_says_what_is_wrong(flags, message):

@@ -69,6 +69,13 @@ def test_what_is_wrong_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "text"
+    taken.write_bytes(b"some words, and some words")
+    assert main([str(taken), str(taken), "--vocab", "256"]) == 2
+    assert capsys.readouterr().err == f"python -m distributed.data.tokenizer: {taken} cannot be used: File exists\n"
+
+
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json must be a tokenizer's file"):

@@ -46,6 +46,7 @@ def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedPr
         ("--dp 3", "dp * pp must equal the number of ranks, got dp=3, pp=1 and 2 ranks"),
         ("--dp 2 --steps many", "--steps must be an integer, got 'many'"),
         ("--dp 2 --step 3", "unrecognized arguments: --step 3; is it --steps?"),
+        ("--dp 2 --generate 3", "unrecognized arguments: --generate 3"),  # "is it --no-exact?", for their dashes
     ],
 )
 def test_wrong_command_line_is_one_line_from_one_rank(arguments: str, line: str) -> None:
