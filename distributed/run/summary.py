@@ -19,14 +19,15 @@ def summarize(lines: Metrics, samples: str, speed: str) -> tuple[dict[str, Any],
     seconds, samples_per_second, waited = totals(lines)
     figures = {"steps": len(lines), "seconds": seconds, "loss": lines[-1]["loss"], speed: samples_per_second}
     time_taken = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
-    words = f"{len(lines)} steps in {time_taken}, {speed_text(samples_per_second or 0.0)} {samples}/s"
+    steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"
+    words = f"{steps} in {time_taken}, {speed_text(samples_per_second or 0.0)} {samples}/s"
     if waited is not None:
         figures["exposed_comm_share"] = waited
         words += f", {waited:.0%} of it in waits for other ranks"
     num_skipped = sum(_was_skipped(line) for line in lines)
     if num_skipped:
         figures["skipped_steps"] = num_skipped
-        words += f"; {num_skipped} skipped, as their gradients were not finite"
+        words += f"; {num_skipped} skipped, with gradients that were not finite"
     return figures, words
 
 

@@ -20,6 +20,7 @@ from distributed.run import folder as run_folder
 from distributed.run import run as run_module
 from distributed.run.folder import RunFolder
 from distributed.run.run import Run
+from distributed.run.summary import summarize
 from distributed.stop import StopRequest
 from minigrad import backward
 from minigrad.nn import Linear, ParamGetter
@@ -107,6 +108,28 @@ def test_metrics_and_summary() -> None:
     assert all(line["samples_per_second"] * line["seconds"] == pytest.approx(1) for line in found)
     summary = json.loads((run.folder / "summary.json").read_text())
     assert (summary["steps"], summary["accuracy"], summary["loss"]) == (NUM_STEPS, 0.5, found[-1]["loss"])
+
+
+def test_the_summary_says_what_a_run_came_to() -> None:
+    speed = "samples_per_second"
+    first = {"step": 0, "seconds": 4.0, "loss": 2.0, speed: 300.0, "grad_norm": 1.0}
+    figures, words = summarize([first], "samples", speed)
+    assert figures == {"steps": 1, "seconds": 4.0, "loss": 2.0, speed: 300.0}
+    assert words == "1 step in 4.0 s, 300 samples/s"
+    second = {"step": 1, "seconds": 8.0, "loss": 1.0, speed: 150.0, "exposed_comm_seconds": 2.0, "grad_norm": None}
+    figures, words = summarize([first | {"exposed_comm_seconds": 1.0}, second], "samples", speed)
+    assert figures == {
+        "steps": 2,
+        "seconds": 12.0,
+        "loss": 1.0,
+        speed: 200.0,
+        "exposed_comm_share": 0.25,
+        "skipped_steps": 1,
+    }
+    assert words == (
+        "2 steps in 12 s, 200 samples/s, 25% of it in waits for other ranks; "
+        "1 skipped, with gradients that were not finite"
+    )
 
 
 def test_the_summary_counts_the_steps_before_a_resume() -> None:
