@@ -13,6 +13,7 @@ from minigrad.models import gpt, mlp
 from minigrad.ops import cross_entropy
 from pipeline.cli import flags
 from pipeline.cli.schedule_flags import AS_WRITTEN
+from pipeline.runtime.partition import count_blocks
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 from pipeline.verify import Case, MismatchError, verify
 
@@ -68,11 +69,11 @@ def check_sizes(case: Case, schedule: Schedule, *, dp: int, pp: int, num_microba
     Raises:
         ValueError: the model has too few layers, or a batch too few samples.
     """
-    num_stages, num_layers = schedule.num_stages(pp), len(case.layers)
-    if num_stages > num_layers:
+    num_stages, num_blocks = schedule.num_stages(pp), count_blocks([name for name, _ in case.layers])
+    if num_stages > num_blocks:
         raise ValueError(
             f"--pp {pp} makes {num_stages} stages under {schedule.name}, which must be at most the layers of the "
-            f"model, got {num_layers}"
+            f"model, embedding and head not counted, got {num_blocks}"
         )
     fewest = min((len(x) for x, _ in case.batches), default=dp * num_microbatches)
     if dp * num_microbatches > fewest:

@@ -81,6 +81,11 @@ def partition_by_count(num_blocks: int, num_stages: int) -> list[tuple[int, int]
     return list(pairwise(starts))
 
 
+def count_blocks(names: Sequence[str]) -> int:
+    """Return how many blocks a model has: its layers, but for an embedding and a head."""
+    return len(names) - sum(_ends(names))
+
+
 def cut(names: Sequence[str], num_stages: int) -> list[StageSpec]:
     """Cut a model, a list of named layers, into stages by count of blocks.
 
@@ -91,7 +96,7 @@ def cut(names: Sequence[str], num_stages: int) -> list[StageSpec]:
         ValueError: as `partition_by_count`, of the blocks.
     """
     has_embedding, has_lm_head = _ends(names)
-    sizes = [stop - start for start, stop in partition_by_count(len(names) - has_embedding - has_lm_head, num_stages)]
+    sizes = [stop - start for start, stop in partition_by_count(count_blocks(names), num_stages)]
     sizes[0] += has_embedding
     sizes[-1] += has_lm_head
     return cut_by_sizes(names, sizes)
@@ -106,7 +111,7 @@ def cut_by_sizes(names: Sequence[str], sizes: Sequence[int]) -> list[StageSpec]:
     if not sizes or min(sizes) < 1 or sum(sizes) != len(names):
         raise ValueError(f"sizes must be at least 1 and add up to {len(names)} layers, got {list(sizes)}")
     has_embedding, has_lm_head = _ends(names)
-    num_blocks = len(names) - has_embedding - has_lm_head
+    num_blocks = count_blocks(names)
 
     def block(layer: int) -> int:
         return min(max(layer - has_embedding, 0), num_blocks)

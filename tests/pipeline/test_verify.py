@@ -154,7 +154,13 @@ def test_the_command_takes_a_model_of_ones_own(
         ("mlp --microbatches -1", " verify: argument --microbatches: must be a whole number of at least 1, got '-1'"),
         (
             "mlp --schedule zbv --pp 5",
-            ": --pp 5 makes 10 stages under zbv, which must be at most the layers of the model, got 8",
+            ": --pp 5 makes 10 stages under zbv, which must be at most the layers of the model, embedding and "
+            "head not counted, got 8",
+        ),
+        (
+            "gpt --pp 9",
+            ": --pp 9 makes 9 stages under 1f1b, which must be at most the layers of the model, embedding and "
+            "head not counted, got 8",
         ),
         (
             "mlp --dp 5 --microbatches 5",
