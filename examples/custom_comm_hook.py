@@ -119,7 +119,7 @@ def main() -> None:
 
     share = accuracy(model, validation)
     run.end(validation_accuracy=share)
-    run.say(f"reads {share:.1%} of {len(validation.y)} digits right that it never saw")
+    run.say(f"reads {share:.1%} right of {len(validation.y)} digits that it never saw")
     run.say(f"a rank sent {hook.sent_bytes:,} bytes of gradients; all of them are {hook.plain_bytes:,}")
 
 

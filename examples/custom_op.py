@@ -63,7 +63,7 @@ def main() -> None:
 
     share = accuracy(model, validation)
     run.end(validation_accuracy=share)
-    run.say(f"reads {share:.1%} of {len(validation.y)} digits right that it never saw")
+    run.say(f"reads {share:.1%} right of {len(validation.y)} digits that it never saw")
 
 
 if __name__ == "__main__":

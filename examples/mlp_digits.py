@@ -6,7 +6,7 @@ mpirun -n 2 python -m mpi4py examples/mlp_digits.py       two replicas
 
 The first of these scripts, and the whole of a training loop. Each rank holds the model and takes its own part of every
 batch; their gradients are averaged while the backward still runs, so the loss is the same on any number of ranks.
-It takes a few seconds, and then reads about 97 of 100 digits right that it never saw.
+It takes a few seconds, and then reads about 97 right of 100 digits that it never saw.
 """
 
 import os
@@ -48,7 +48,7 @@ def main() -> None:
 
     share = accuracy(model, validation)
     run.end(validation_accuracy=share)
-    run.say(f"reads {share:.1%} of {len(validation.y)} digits right that it never saw")
+    run.say(f"reads {share:.1%} right of {len(validation.y)} digits that it never saw")
 
 
 if __name__ == "__main__":
