@@ -55,6 +55,19 @@ def test_wrong_command_line_is_one_line_from_one_rank(arguments: str, line: str)
         assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
 
 
+def test_a_flag_that_a_resumed_run_keeps_can_be_taken_back_and_one_for_once_cannot() -> None:
+    def given(argument: str) -> dict[str, object]:
+        return vars(command_line.parser(TrainSettings, "").parse_args([argument]))
+
+    assert [given("--exact"), given("--no-exact"), given("--quiet")] == [
+        {"exact": True},
+        {"exact": False},
+        {"quiet": True},
+    ]
+    result = run_as_rank(0, 2, "--no-quiet")
+    assert (result.returncode, result.stderr) == (2, "train.py: unrecognized arguments: --no-quiet; is it --quiet?\n")
+
+
 def test_unreadable_text_is_one_line_and_a_lone_rank_says_so_too() -> None:
     line = "train.py: tokens must be a file or directory that can be read, got gone: No such file or directory\n"
     for rank, expected in ((0, line), (1, f"[rank 1] {line}")):
