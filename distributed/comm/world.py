@@ -26,9 +26,16 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LAUNCH_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
 _RANK_PROCESS = "MINIGRAD_RANK_PROCESS"  # which process is the rank of a launch, for those that it starts
 _CHECK_VARIABLE = "MINIGRAD_CHECK_COLLECTIVES"
-# Parts of Open MPI for one-sided messages between hosts, which nobody sends here: the first complains where it finds no
-# network card, the second looks a second for one, in the start of each rank, and of each that takes a dead one's place.
-_NOT_OF_OPEN_MPI = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl": "^ofi"}
+# What Open MPI is told, unless the environment says something else.
+_OPEN_MPI = {
+    # Parts for one-sided messages between hosts, which nobody sends here: the first complains where it finds no network
+    # card, the second looks a second for one, in the start of each rank, and of each that takes a dead one's place.
+    "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_btl": "^ofi",
+    # Over TCP a larger message asks first, and is sent when the answer has been seen: two looks at MPI later, which in a
+    # backward are milliseconds apart. Buckets of gradients, and what stages send, go at once.
+    "OMPI_MCA_btl_tcp_eager_limit": str(1 << 20),
+}
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
@@ -70,8 +77,8 @@ def world(
     check_timeout(timeout_seconds)
     if not launched_by_mpi():
         return SoloCommunicator()
-    for component, left_out in _NOT_OF_OPEN_MPI.items():
-        os.environ.setdefault(component, left_out)
+    for name, value in _OPEN_MPI.items():
+        os.environ.setdefault(name, value)
     with starting():
         from distributed.comm.mpi.communicator import mpi_world
 

@@ -59,7 +59,7 @@ def train(
     )
     optimizer = ddp.optimizer(RULES[rule])
     pipe = PipelineExecutor(stages, mesh.pp, SCHEDULES[schedule], num_microbatches=2 * pp, loss_fn=mg.cross_entropy)
-    samples = SAMPLES[mesh.dp.size]
+    samples = [count * -(-pp // 2) for count in SAMPLES[mesh.dp.size]]  # one a micro-batch at least
     first = sum(samples[: mesh.dp.rank])
     losses, norms = [], []
     for step in range(num_steps):
@@ -114,7 +114,8 @@ def test_shards_of_a_pipeline_train_to_the_same_bits(ranks, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shards_train_to_the_same_bits_with_every_schedule(ranks, schedule):
     sizes = [pp for pp in (1, 2, 4) if ranks.size % pp == 0 and 1 < ranks.size // pp <= 4]
-    for rule, pp in itertools.product(RULES, sizes):
+    rules = RULES if ranks.size <= 4 else ["adamw", "muon"]  # of an element, and of whole matrices
+    for rule, pp in itertools.product(rules, sizes):
         num_blocks = max(CONFIG.num_layers, SCHEDULES[schedule].num_stages(pp))  # one a stage at least
         options = {"pp": pp, "schedule": schedule, "rule": rule, "config": replace(CONFIG, num_layers=num_blocks)}
         without = ranks.run(lambda comm, options=options: train(comm, 0, **options))
