@@ -147,13 +147,18 @@ if number == 0:
 def test_a_rank_that_dies_before_there_is_a_world_is_not_waited_for(tmp_path, monkeypatch, begun, program, starts):
     """The others would wait for it in MPI's start; once they have met, they see it themselves."""
     monkeypatch.setattr(launcher, "_BEREAVED_SECONDS", 0.2)
+    # One rank lives as long as this mpirun. Others die, each when the launcher has most likely seen it.
     script = f"""
 import subprocess
 if number == 0:
     {"(folder / 'begun').touch(); (folder / 'left').touch()" if begun else "pass"}
-    for seconds in (0.8, 2.5):
-        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({{seconds}})", {program!r}])
-    time.sleep(2.5)
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()", {program!r}]
+    survivor = subprocess.Popen(command, stdin=subprocess.PIPE)
+    for _ in range({40 if starts == 2 else 2}):
+        rank = subprocess.Popen(command, stdin=subprocess.PIPE)
+        time.sleep(0.5)
+        rank.kill()
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet buried
 """
     code, found, said = launch(tmp_path, script)
     assert (code, found) == (0, starts)
