@@ -32,8 +32,8 @@ _OPEN_MPI = {
     # card, the second looks a second for one, in the start of each rank, and of each that takes a dead one's place.
     "OMPI_MCA_osc": "^ucx",
     "OMPI_MCA_btl": "^ofi",
-    # Over TCP a larger message asks first, and is sent when the answer has been seen: two looks at MPI later, which in a
-    # backward are milliseconds apart. Buckets of gradients, and what stages send, go at once.
+    # Over TCP a larger message asks first, and is sent when the answer has been seen: two looks at MPI later, which in
+    # a backward are milliseconds apart. Buckets of gradients, and what stages send, go at once.
     "OMPI_MCA_btl_tcp_eager_limit": str(1 << 20),
 }
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")

@@ -178,8 +178,9 @@ class PipelineSettings(GPTSettings):
             return False, f"--layers must give each stage a block, {blocks}"
         try:
             schedule.orders(num_ranks, self.num_microbatches)
-        except ValueError as rule:
-            return False, str(rule)
+        except ValueError as rule:  # in the words of a function's parameters
+            words = str(rule).replace("num_microbatches", "--microbatches").replace("num_ranks", "the pipeline's ranks")
+            return False, words
         return True, ""
 
 

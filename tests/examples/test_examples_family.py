@@ -419,7 +419,7 @@ def test_each_bucket_keeps_its_own() -> None:
         (
             flags.HybridSettings(dp=2, pp=2, schedule="interleaved_1f1b", microbatches=3),
             4,
-            "interleaved 1F1B needs num_microbatches divisible by num_ranks, got 3 and 2",
+            "interleaved 1F1B needs --microbatches divisible by the pipeline's ranks, got 3 and 2",
         ),
     ],
 )
