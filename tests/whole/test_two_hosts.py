@@ -188,6 +188,27 @@ def test_two_hosts_needs_its_tools(tmp_path: Path) -> None:
     assert "two_hosts: needs tc: install iproute2 and util-linux" in result.stderr
 
 
+@pytest.mark.usefixtures("two_hosts")
+@pytest.mark.parametrize(("rate", "burst"), [("100mbit", 8192), ("1gbit", 65536)])
+def test_what_is_sent_at_once_is_what_passes_the_cable_at_once(rate: str, burst: int) -> None:
+    command = [TWO_HOSTS, "--rate", rate, "ip", "-details", "link", "show", "cable"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    at_once = int(shown[shown.index("gso_max_size") + 1])
+    packet, ethernet_ip_and_tcp = 1500, 66
+    assert burst / 2 < at_once < burst - at_once / packet * ethernet_ip_and_tcp
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_two_hosts_needs_an_ip_that_limits_what_is_sent_at_once(tmp_path: Path) -> None:
+    ip = tmp_path / "ip"
+    ip.write_text(f'#!/bin/sh\ncase "$*" in *gso_max_size*) exit 255 ;; esac\nexec {shutil.which("ip")} "$@"\n')
+    ip.chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run([TWO_HOSTS, "true"], env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "two_hosts: cannot limit what is sent at once" in result.stderr
+
+
 def test_two_hosts_needs_root() -> None:
     command = ["bash", "-s", "true"]  # from stdin: that user may not be allowed to look into this folder
     nobody = 65534 if os.geteuid() == 0 else None
