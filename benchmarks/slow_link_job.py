@@ -46,6 +46,7 @@ from minigrad.optim.update_rules import Rule
 
 CONFIG = GPTConfig(**(SIZES["nano-cpu"] | {"vocab_size": 256}))  # bytes
 BATCH_OF_A_RANK = BATCH["nano-cpu"]
+BUCKET_BYTES = 260 << 10  # a large matrix and its bias: with two in a bucket the link waits for the second
 LEARNING_RATE, FLOOR, MAX_NORM = 3e-3, 0.1, 1.0
 STEPS_A_ROUND = 30  # of each method; a multiple of every `every`, so that a round has all that travels
 STEPS_BETWEEN = 10  # that send nothing, between two methods
@@ -137,7 +138,7 @@ class Training:
             )
             return
         ranks = SoloCommunicator() if method.alone else comm
-        self._ddp = DistributedDataParallel(self._model, ranks, comm_hook=self._comm_hook)
+        self._ddp = DistributedDataParallel(self._model, ranks, bucket_bytes=BUCKET_BYTES, comm_hook=self._comm_hook)
         if self._hook is not None:
             self._hook.attach(self._ddp.buckets)
         self._optimizer = self._ddp.optimizer(rule)
