@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from minigrad.backend import Array
-from minigrad.kernels.compiling import EXACT, compiled, contiguous
+from minigrad.kernels.compiling import EXACT, compiled, contiguous, inlined
 from minigrad.kernels.quantization import reference
 from minigrad.kernels.quantization.reference import LARGEST_FLOAT
 
@@ -76,8 +78,16 @@ def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int, is_f
     _quantize(x, kept, kept.view(f"i{kept.itemsize}"), codes, scales, bits, is_float)
 
 
+@inlined(EXACT)
+def _float_of(code: Any) -> Any:
+    """Return the float of a code, times 2: a look-up would be one number at a time, and whole numbers are int64."""
+    ordinal = np.int8(code & np.int8(7))
+    size = ordinal if ordinal < 4 else (np.int8(2 * ordinal - 4) if ordinal < 6 else np.int8(4 * ordinal - 16))
+    return np.int8(-size) if code > 7 else size
+
+
 @compiled(EXACT)
-def _add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool, floats: Array) -> None:
+def _add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool, is_float: bool) -> None:
     T = out.dtype.type
     part, parts = codes.size // scales.size, 8 // bits
     block = part * parts
@@ -88,13 +98,12 @@ def _add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bo
             start = b * block + p * part
             values = out[start : start + part]
             for i in range(values.size):
-                if floats.size:
-                    number = floats[(own[i] >> (bits * p)) & 15]
+                if is_float:
+                    number = T(_float_of(np.int8((own[i] >> (bits * p)) & 15)))
                 else:
                     number = T(np.int8(np.int8(own[i] << (8 - bits - bits * p)) >> (8 - bits)))
                 values[i] = values[i] + number * scale if add else number * scale
 
 
 def add_dequantized(codes: Array, scales: Array, bits: int, out: Array, add: bool, is_float: bool = False) -> None:
-    floats = reference.FLOATS if is_float else reference.FLOATS[:0]
-    _add_dequantized(contiguous(codes), contiguous(scales), bits, out, add, floats.astype(out.dtype))
+    _add_dequantized(contiguous(codes), contiguous(scales), bits, out, add, is_float)
