@@ -68,7 +68,7 @@ class RollCall:
 
 def _describe(answers: dict[int, str], silent: Sequence[int]) -> str:
     parts = [f"rank {rank} waits for {answer}" for rank, answer in answers.items()]
-    if len(parts) > _NAMED_RANKS:
+    if len(parts) > _NAMED_RANKS + 1:  # to leave out one would save nothing
         parts[_NAMED_RANKS:] = [f"{len(parts) - _NAMED_RANKS} more ranks wait"]
     if silent:
         names = ", ".join(map(str, silent[:_NAMED_RANKS])) + (", ..." if len(silent) > _NAMED_RANKS else "")
