@@ -37,8 +37,8 @@ class CallCheck:
             RuntimeError: they make different calls here, or did at an earlier number; the same on every rank.
         """
         row = np.zeros(_WHAT_BYTES + _WHERE_BYTES, np.uint8)
-        _write(row[:_WHAT_BYTES], str(call))
-        _write(row[_WHAT_BYTES:], where)
+        _write(row[:_WHAT_BYTES], str(call).encode()[:_WHAT_BYTES])  # what moves, and then what it is about
+        _write(row[_WHAT_BYTES:], where.encode()[-_WHERE_BYTES:])  # of a long path the end says more
         rows = yield from self._gather(row)
         while self._num_compared < number:
             yield  # ranks match what follows by the order of its launch
@@ -50,9 +50,8 @@ class CallCheck:
             raise RuntimeError(self._mismatch)
 
 
-def _write(row: Array, text: str) -> None:
-    encoded = text.encode()[-row.size :]  # of a long path the end says more
-    row[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+def _write(row: Array, text: bytes) -> None:
+    row[: len(text)] = np.frombuffer(text, np.uint8)
 
 
 def _read(row: Array) -> str:
