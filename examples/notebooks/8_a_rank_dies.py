@@ -33,9 +33,12 @@ import matplotlib.pyplot as plt
 # %% [markdown]
 # ## A loop whose ranks may die
 #
-# Three things differ from an ordinary loop. What depends on the ranks is made by `build`, again after each death. The
-# loop goes over attempts: one that meets a death ends, and the step is attempted again. And the optimizer steps in
-# `commit`, once all ranks have agreed that everything the step needs of others is done.
+# Four things differ from an ordinary loop. The world survives a death. What depends on the ranks is made by `build`,
+# again after each death. The loop goes over attempts: one that meets a death ends, and the step is attempted again. And
+# the optimizer steps in `commit`, once all ranks have agreed that everything the step needs of others is done.
+#
+# A rank tells each thing in a line of JSON. What recovery has to `say` is told by one of those that live, as soon as a
+# death is seen, and once more when all have healed.
 
 # %%
 TRAIN = """
@@ -64,9 +67,15 @@ def build(comm):
     )
 
 
+def tell(**what):
+    print(json.dumps(what), flush=True)
+
+
 comm = world(survive=True, deterministic=True)
-print(json.dumps({"rank": comm.rank, "pid": os.getpid()}), flush=True)
-for attempt in recovering(comm, build, num_steps=150):
+tell(rank=comm.rank, pid=os.getpid())
+for attempt in recovering(comm, build, num_steps=150, say=lambda line: tell(said=line)):
+    if attempt.recovery is not None and attempt.comm.rank == 0:
+        tell(said=str(attempt.recovery))
     with attempt as training:
         chosen = training.data.next()
         training.optimizer.zero_grad()
@@ -76,7 +85,7 @@ for attempt in recovering(comm, build, num_steps=150):
         mean = training.ddp.mean(loss.item())
         attempt.commit()
     if attempt.committed and attempt.comm.rank == 0:
-        print(json.dumps({"step": attempt.step, "loss": mean}), flush=True)
+        tell(step=attempt.step, loss=mean)
 """
 folder = Path(mkdtemp())
 (folder / "train.py").write_text(TRAIN)
@@ -100,6 +109,9 @@ def train(kills):
             said = json.loads(line.replace("\0", ""))
             if "pid" in said:
                 pids[said["rank"]] = said["pid"]
+                continue
+            if "said" in said:
+                print(said["said"])
                 continue
             assert said["step"] not in losses, "each step is done once"
             losses[said["step"]] = said["loss"]
