@@ -124,47 +124,47 @@ def _weigh_columns(s: Array, start: int, scale: float, top: Array, inverse: Arra
         s: (stop, QUERIES).
         top, inverse: of each query the largest score and one over the sum of exponentials; written unless `known`.
     """
-    T = s.dtype.type
+    T, (m, n) = s.dtype.type, s.shape  # not QUERIES: what LLVM knows to be short it unrolls, and makes no vectors of
     zero, one, hidden, factor = T(0), T(1), T(-np.inf), T(scale)
-    for j in range(start, len(s)):
-        for i in range(QUERIES):
-            s[j, i] = hidden if i < j - start else s[j, i]
+    for j in range(start, m):
+        for i in range(j - start):
+            s[j, i] = hidden
     if known:
-        for j in range(len(s)):
-            for i in range(QUERIES):
+        for j in range(m):
+            for i in range(n):
                 s[j, i] = exp((s[j, i] - top[i]) * factor) * inverse[i]
         return
-    for i in range(QUERIES):
+    for i in range(n):
         top[i], inverse[i] = hidden, zero
-    for j in range(len(s)):
-        for i in range(QUERIES):
+    for j in range(m):
+        for i in range(n):
             top[i] = s[j, i] if s[j, i] > top[i] else top[i]
-    for i in range(QUERIES):
+    for i in range(n):
         top[i] = zero if top[i] == hidden else top[i]
-    for j in range(len(s)):
-        for i in range(QUERIES):
+    for j in range(m):
+        for i in range(n):
             e = exp((s[j, i] - top[i]) * factor)
             s[j, i] = e
             inverse[i] += e
-    for i in range(QUERIES):
+    for i in range(n):
         inverse[i] = one if inverse[i] == zero else one / inverse[i]
-    for j in range(len(s)):
-        for i in range(QUERIES):
+    for j in range(m):
+        for i in range(n):
             s[j, i] *= inverse[i]
 
 
 @inlined(FUSED)
 def _through_columns(ds: Array, p: Array, scale: float, dot: Array) -> None:
     """Turn the gradient by the weights into that by the scores, in place; `dot` is room for a number a query."""
-    T = ds.dtype.type
+    T, (m, n) = ds.dtype.type, ds.shape
     factor = T(scale)
-    for i in range(QUERIES):
+    for i in range(n):
         dot[i] = T(0)
-    for j in range(len(ds)):
-        for i in range(QUERIES):
+    for j in range(m):
+        for i in range(n):
             dot[i] += ds[j, i] * p[j, i]
-    for j in range(len(ds)):
-        for i in range(QUERIES):
+    for j in range(m):
+        for i in range(n):
             ds[j, i] = (ds[j, i] - dot[i]) * p[j, i] * factor
 
 
