@@ -88,7 +88,6 @@ for attempt in recovering(comm, build, num_steps=150, say=lambda line: tell(said
         tell(step=attempt.step, loss=mean)
 """
 folder = Path(mkdtemp())
-(folder / "train.py").write_text(TRAIN)
 
 # %% [markdown]
 # ## Train, and kill
@@ -97,6 +96,7 @@ folder = Path(mkdtemp())
 # cell kills one by `kill -9` when the loss of a given step is there: rank 1 first, and then rank 0.
 
 # %%
+(folder / "train.py").write_text(TRAIN)
 environ = os.environ | {"OMPI_MCA_osc": "^ucx"}  # a part of Open MPI that complains where there is no network card
 
 
