@@ -133,7 +133,7 @@ assert right.mean() > 0.8, "it learns"
 # (`mesh.dp`). A replica takes its half of every batch and passes it through its row as four micro-batches.
 
 # %%
-(folder / "train.py").write_text("""
+TRAIN = """
 import json
 import numpy as np
 import minigrad as mg
@@ -166,7 +166,7 @@ weights = comm.gather_objects({p.name: p.data for p in stages.parameters()})
 if comm.rank == 0:
     np.savez("weights.npz", **weights[0], **weights[1])  # both stages of replica 0
     print(json.dumps({"losses": losses, "steps": steps}))
-""")
+"""
 
 # %% [markdown]
 # `mpirun` starts it four times. It may be more processes than there are cores, which Open MPI wants to be told, and
@@ -186,6 +186,7 @@ environ = os.environ | {
 }
 
 # %%
+(folder / "train.py").write_text(TRAIN)
 command = [mpirun, "-n", "4", sys.executable, "-m", "mpi4py", "train.py"]
 job = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
 assert job.returncode == 0, job.stderr
