@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from distributed.comm.mpi.progress import Engine
+from distributed.comm.mpi.progress import Engine, until_sequence_done
+from distributed.comm.work import Work
 
 DONE = np.ones(1)
 
@@ -53,6 +54,39 @@ def test_a_wait_moves_the_others_too():
 
     engine.start(opener(), lambda: "opener")
     assert engine.start(waits_for_the_other(), lambda: "b").wait() is DONE
+
+
+class Part(Work):
+    """A message that has come when it is tested for the third time."""
+
+    def __init__(self, value):
+        self.value, self.num_tests = value, 0
+
+    def test(self):
+        self.num_tests += 1
+        return self.num_tests == 3
+
+    def wait(self):
+        assert self.num_tests == 3, "nobody may block for it"
+        return np.full(1, self.value)
+
+
+def test_a_sequence_launches_each_message_when_the_one_before_it_has_come():
+    parts = [Part(2.0), Part(3.0)]
+    launched, result = [], []
+
+    def sequence():
+        total = np.ones(1)
+        for part in parts:
+            launched.append(part)
+            total = total * (yield part)
+        return total
+
+    def watched():
+        result.append((yield from until_sequence_done(sequence())))
+
+    assert [len(launched) for _ in watched()] == [1, 1, 2, 2]
+    assert result == [6.0]
 
 
 def test_progress_polls_in_order_of_launch_and_not_too_often():
