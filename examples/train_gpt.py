@@ -137,7 +137,7 @@ def main() -> None:
     if training is not None and training.captured is not None and training.captured.num_launches:
         run.say(f"a step is one CUDA graph of {training.captured.num_launches} launches")
     if training is not None and settings.exact:
-        run.say(f"weights {weights_sha256(training.stages)}")
+        run.say(f"weights {weights_sha256(training.stages, training.optimizer)}")
     if run.stopped:
         return
     hook = training.hook

@@ -10,7 +10,7 @@ gradient bucket, a shard or a checkpoint is then a slice, and nobody copies.
     a bucket, a FlatRange     |<-------------->|
 
 In a mixed precision `data` and `grad` stay float32, and `flat.copy`, the values in a narrower dtype, is what ops see.
-After `widen_grad` contributions to a gradient are added up in a wider dtype than that of `data`: the first one lies in
+After `widen_grad` contributions to a gradient are added up in a wider dtype than its own: the first one lies in
 `flat.grad`, and with the second the gradient becomes a sum in `flat.sums`. Rounded, it is in `flat.grad` again.
 
 Where gradients are needed only for a while, `cut_grad` gives their memory in parts: one is there from the first write
@@ -108,7 +108,7 @@ class FlatBuffer:
     def widen_grad(self, dtype: Any) -> None:
         """Add up the contributions to a gradient in a wider dtype from now on.
 
-        Each of them is first computed in that of `data`. Whoever takes gradients from a range gets them rounded.
+        Each of them is first computed in that of `grad`. Whoever takes gradients from a range gets them rounded.
 
         Raises:
             RuntimeError: somebody holds a gradient.

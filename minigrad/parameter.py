@@ -140,7 +140,8 @@ class Parameter(Tensor):
             self.refuse_grad("backward into")
         if not self._adds_widely():
             return super().accumulate_from(write, g)
-        own: Array = xp_of(g).empty(self.shape, self.dtype)  # in a wider sum each contribution is one of its own dtype
+        assert self._grad is not None  # there is a first contribution
+        own: Array = xp_of(g).empty(self.shape, self._grad.dtype)  # of which each is one, values may be narrower
         write(g, own, False)
         total = self.sum_view()
         total += own
@@ -243,7 +244,7 @@ class Parameter(Tensor):
         # A copy has no owner, and so no copy for ops to see: it is float32.
         own = {"_data": self.data.copy(), "_master": None, "_awaited": None, "_sum": None}
         if self._sum is not None:
-            own["_grad"] = self._sum.astype(self.dtype)
+            own["_grad"] = self._sum.astype(slots["_grad"].dtype)
         return attributes, slots | own | {"flat": None, "start": 0, "hold": None}
 
     def note_change(self, by: str = "") -> None:

@@ -268,6 +268,10 @@ class Optimizer:
         """Yield what there is here of the values of parameters that have a master."""
         return iter(())
 
+    def whole_masters(self) -> dict[str, Array]:
+        """Return the values of parameters that have a master, by name. Collective."""
+        return {}
+
     def master_dtype(self, p: Parameter) -> np.dtype[Any] | None:
         """Return that of a parameter's master: its values in full.
 

@@ -17,19 +17,33 @@ from minigrad import rng
 from minigrad.flat import FlatBuffer
 from minigrad.models import gpt
 from minigrad.optim import SGD, AdamW
+from minigrad.precision import use_precision
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
 PARTS = 8  # micro-batches of a step, over all replicas
 CONFIG = gpt.GPTConfig(vocab_size=17, context=8, num_layers=4, num_heads=2, width=16, dropout=0.1)
 
 
-def train(comm, dp, pp, schedule, num_steps=2, *, sums="exact", num_samples=2 * PARTS, max_norm=0.5, zero=0):
+def train(
+    comm,
+    dp,
+    pp,
+    schedule,
+    num_steps=2,
+    *,
+    sums="exact",
+    num_samples=2 * PARTS,
+    max_norm=0.5,
+    zero=0,
+    precision="float32",
+):
     """Train a GPT; return what its weights hash to, the norms and the losses."""
     mesh = Mesh(comm, dp=dp, pp=pp)
     order = SCHEDULES[schedule]
     stages = PipelineStage.of(gpt.layers(CONFIG), mesh.pp, order, seed=1, dtype=np.float32)
     pipe = PipelineExecutor(stages, mesh.pp, order, num_microbatches=PARTS // dp, loss_fn=mg.cross_entropy)
     ddp = DistributedDataParallel(stages, mesh.dp, bucket_bytes=4096, sums=sums, zero=zero)
+    use_precision(stages.parameters(), precision)
     optimizer = ddp.optimizer(AdamW(lr=0.01))
     own = num_samples // dp
     seen = []
@@ -45,7 +59,7 @@ def train(comm, dp, pp, schedule, num_steps=2, *, sums="exact", num_samples=2 * 
         assert zero or ddp.clip_by_global_norm(max_norm) == norm  # the other door
         optimizer.step()
         seen.append((norm, ddp.mean(loss)))
-    return weights_sha256(stages), seen
+    return weights_sha256(stages, optimizer), seen
 
 
 @functools.cache
@@ -77,6 +91,14 @@ def test_nor_do_shards(zero, dp, pp, schedule):
     """Buckets are cut inside of parameters, elsewhere in each layout."""
     found = LocalWorld(dp * pp).run(functools.partial(train, zero=zero), dp, pp, schedule)
     assert found == [in_one_process()] * (dp * pp)
+
+
+def test_nor_do_shards_in_half_precision():
+    """Contributions are float32 there too, where a rank's parameters have half values; so is what is hashed."""
+    expected = train(SoloCommunicator(), 1, 1, "gpipe", precision="bfloat16")
+    for zero in (0, 1, 2):
+        found = LocalWorld(2).run(functools.partial(train, zero=zero, precision="bfloat16"), 2, 1, "gpipe")
+        assert found == [expected] * 2
 
 
 @pytest.mark.parametrize("spread", [0, 6, 18])

@@ -37,6 +37,7 @@ from distributed.data_parallel.buckets.bucket import Bucket, BucketOptions
 from distributed.data_parallel.buckets.manager import GradientBucketManager
 from minigrad.backend import to_host, xp_of
 from minigrad.flat import FlatBuffer
+from minigrad.optim import Optimizer
 from minigrad.parameter import Parameter
 
 SUM_DTYPE = np.dtype(np.float64)
@@ -103,13 +104,18 @@ class ExactBuckets(GradientBucketManager):
             p.drop_sum()
 
 
-def weights_sha256(part: ModelPart) -> str:
+def weights_sha256(part: ModelPart, optimizer: Optimizer | None = None) -> str:
     """Return a hash of the whole model's weights, of their names and of every bit. Collective; the same on every rank.
 
+    Args:
+        optimizer: of this part: where it has what is trained, the parameters having it in half precision, the hash is
+            of that.
     Raises:
         ValueError: two ranks hold a parameter of one name, and its weights differ.
     """
-    own = {p.name: hashlib.sha256(to_host(p.data).tobytes()).hexdigest() for p in part.parameters()}
+    masters = {} if optimizer is None else optimizer.whole_masters()
+    weights = {p.name: masters.get(p.name, p.data) for p in part.parameters()}
+    own = {name: hashlib.sha256(to_host(values).tobytes()).hexdigest() for name, values in weights.items()}
     everything: dict[str, str] = {}
     for rank, held in enumerate(part.comm.gather_objects(own)):
         for name, digest in held.items():

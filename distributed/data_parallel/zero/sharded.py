@@ -113,14 +113,23 @@ class ShardedBuckets(GradientBucketManager):
 
     def whole_grads(self) -> dict[str, Array]:
         self.check_reduced("gathering")
-        grads: dict[str, Array] = {}
-        for bucket, shard in zip(self.buckets, self.shards, strict=True):
-            part = bucket.range
-            whole = xp_of(shard.data).zeros(part.stop - part.start, part.flat.grad.dtype)
-            whole[shard.start - part.start : shard.stop - part.start] = self.shard_grad(bucket.number)
-            self.gather([(bucket, whole)]).wait()
-            grads |= {p.name: held.array for p, held in slices_in(part, whole)}
-        return grads
+        return self.whole(map(self.shard_grad, range(self.num_buckets)))
+
+    def whole(self, shards: Iterable[Array | None]) -> dict[str, Array]:
+        """Return what the shards of all ranks are together, by parameter. Collective.
+
+        Args:
+            shards: this rank's of each bucket; None leaves a bucket out, on all ranks.
+        """
+        arrays: dict[str, Array] = {}
+        for bucket, own, shard in zip(self.buckets, self.shards, shards, strict=True):
+            if shard is not None:
+                part = bucket.range
+                whole = xp_of(shard).zeros(part.stop - part.start, shard.dtype)
+                whole[own.start - part.start : own.stop - part.start] = shard
+                self.gather([(bucket, whole)]).wait()
+                arrays |= {p.name: held.array for p, held in slices_in(part, whole)}
+        return arrays
 
     def move_values(self) -> None:
         """Let parameters live where the communicator gathers them fastest, unless they do. Collective."""
@@ -266,6 +275,9 @@ class ShardedOptimizer(Optimizer):
         for part, master in zip(self._parts, self._masters, strict=True):
             if master is not None:
                 yield from slices_in(part, master)
+
+    def whole_masters(self) -> dict[str, Array]:
+        return self._buckets.whole(self._masters)
 
     def master_dtype(self, p: Parameter) -> np.dtype[Any] | None:
         return None if p.flat is None else self._master_dtypes.get(p.flat)
