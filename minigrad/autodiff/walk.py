@@ -96,6 +96,8 @@ def walk(
                 take = partial(parent.accumulate_from, vjp.write)
                 _ = take(g) if op_hook is None else op_hook.backward(node, take, g)
             else:
+                if type(vjp) is AddingVjp and type(parent) is Tensor and parent.grad is not None:
+                    vjp, parent.grad = vjp.adding_to(parent.grad), None  # as between nodes, so a cut shows in no bit
                 c = vjp(g) if op_hook is None else op_hook.backward(node, vjp, g)
                 if c.shape != parent._data.shape:
                     where = f"{parent.label} of shape {parent.shape}"

@@ -17,6 +17,7 @@ from toy_pipeline import X, Y, apply, check_against_one_process, connect, dense,
 
 import minigrad as mg
 from distributed import DistributedDataParallel, GradientBucketManager
+from minigrad import kernels
 from minigrad.backend import Array
 from pipeline import SCHEDULES, PipelineStage
 from pipeline.runtime.microbatch import split
@@ -749,3 +750,23 @@ def test_parameters_without_a_name_are_never_tied(ranks: Any) -> None:
         assert len(stages.parameters()) == 1
 
     ranks.run(program)
+
+
+def test_what_passes_a_norm_by_is_added_in_its_pass_at_a_cut_too() -> None:
+    # Between nodes a GPU's kernel adds it before it rounds to half precision. Into a leaf, such as the input of a
+    # stage, it was added after: gradients of half precision showed where a model is cut.
+    besides = []
+
+    def watched(kernel: Any) -> Any:
+        def run(*args: Any) -> Any:
+            besides.append(args[5] is not None)
+            return kernel(*args)
+
+        return run
+
+    x, ones = mg.Tensor(np.eye(3), requires_grad=True), np.ones(3)
+    with kernels.replaced("layer_norm_back", watched):
+        for h in (x * 1, x):
+            mg.backward(mg.sum(h + mg.layer_norm(h, ones, ones)))
+    assert besides == [True, True]
+    np.testing.assert_allclose(x.grad, 2, atol=1e-12)
