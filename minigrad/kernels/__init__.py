@@ -4,8 +4,8 @@
     norms/cpu.py          the same names for float32 and float64 on a CPU, one pass each, compiled by numba
     norms/gpu.py          the same for float32, bfloat16 and float16 on a GPU: gpu.cu, cuBLASLt, cuDNN's attention
 
-and so for activations, softmax, attention, losses, embedding, decoding, products and updates. `reference.py`, `cpu.py`
-and `gpu.py` of this folder put each device's families together.
+and so for activations, softmax, attention, losses, embedding, decoding, products, updates and quantization.
+`reference.py`, `cpu.py` and `gpu.py` of this folder put each device's families together.
 
 A kernel is a plain function on arrays; it knows neither the tape nor parameters. The docstrings of the references are
 the contract. An op asks once, in its forward, and its vjps use the same table, so what a forward keeps

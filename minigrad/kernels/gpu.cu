@@ -103,43 +103,41 @@ __device__ inline void store8(P* row, Index c, Index n, bool vectors, const V8& 
 
 __device__ inline Index thread_index() { return blockIdx.x * (Index)blockDim.x + threadIdx.x; }
 __device__ inline Index warp_index() { return thread_index() / 32; }
-__device__ inline float warp_sum(float x) {
-  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+template <class F, class Join>
+__device__ inline F warp_join(F x, Join join) {
+  for (int d = 16; d; d /= 2) x = join(x, __shfl_xor_sync(~0u, x, d));
   return x;
 }
-__device__ inline float warp_max(float x) {
-  for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-  return x;
-}
-// Every thread of the block gets the sum, or the maximum.
-__device__ inline float block_sum(float x) {
-  __shared__ float part[33];
+// Every thread of the block gets what all have together; `none` adds nothing to it.
+template <class F, class Join>
+__device__ inline F block_join(F x, F none, Join join) {
+  __shared__ F part[33];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  x = warp_sum(x);
+  x = warp_join(x, join);
   __syncthreads();
   if (!lane) part[warp] = x;
   __syncthreads();
   if (!warp) {
-    x = warp_sum(lane < (blockDim.x + 31) / 32 ? part[lane] : 0);
+    x = warp_join(lane < (blockDim.x + 31) / 32 ? part[lane] : none, join);
     if (!lane) part[32] = x;
   }
   __syncthreads();
   return part[32];
 }
-__device__ inline float block_max(float x) {
-  __shared__ float part[33];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  x = warp_max(x);
-  __syncthreads();
-  if (!lane) part[warp] = x;
-  __syncthreads();
-  if (!warp) {
-    x = warp_max(lane < (blockDim.x + 31) / 32 ? part[lane] : -__int_as_float(0x7f800000));
-    if (!lane) part[32] = x;
-  }
-  __syncthreads();
-  return part[32];
-}
+struct Sum {
+  template <class F>
+  __device__ F operator()(F a, F b) const { return a + b; }
+};
+struct Most {
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+  __device__ unsigned operator()(unsigned a, unsigned b) const { return a > b ? a : b; }
+};
+__device__ inline float warp_sum(float x) { return warp_join(x, Sum()); }
+template <class F>
+__device__ inline F block_sum(F x) { return block_join(x, F(0), Sum()); }
+__device__ inline float block_max(float x) { return block_join(x, -__int_as_float(0x7f800000), Most()); }
+// Magnitudes of floats are ordered as their bits are, nan above all.
+__device__ inline unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffff; }
 
 // The sum of exp(x - top), one vector after the other; the largest so far is never below what is finite, so that -inf
 // adds 0, and nan and inf make the sum nan.
@@ -710,13 +708,35 @@ extern "C" __global__ void square_sum(const float* g, double* part, Index n) {
     } else
       for (Index j = i; j < n && j < i + 4; j++) total += (double)g[j] * g[j];
   }
-  __shared__ double sums[256];
-  sums[threadIdx.x] = total;
-  for (int d = 128; d; d /= 2) {
-    __syncthreads();
-    if (threadIdx.x < d) sums[threadIdx.x] += sums[threadIdx.x + d];
+  total = block_sum(total);
+  if (!threadIdx.x) part[blockIdx.x] = total;
+}
+// Of every EXACT_BLOCK numbers three that add up to the sum of their squares. A square of 24 bits is a double without
+// rounding; `cut` takes off its highest bits, so few that their sum is exact, in any order; then the next ones.
+const int EXACT_BLOCK = 1 << 15, CARRY_BITS = 16;
+extern "C" __global__ __launch_bounds__(1024) void exact_square_sums(const float* g, double* part, Index n) {
+  V8 x[EXACT_BLOCK / 8 / 1024];
+  unsigned top = 0;
+  int k = 0;
+  for (V8& v : x) {
+    v = load8(g, blockIdx.x * (Index)EXACT_BLOCK + 8 * (k++ * 1024 + threadIdx.x), n, VECTORS);
+    for (float y : v.v) top = Most()(top, magnitude(y));
   }
-  if (!threadIdx.x) part[blockIdx.x] = sums[0];
+  double root = __uint_as_float(block_join(top, 0u, Most())), largest = root * root, sums[3] = {};
+  if (0 < largest && largest < __longlong_as_double(0x7ff0000000000000)) {
+    int exponent;
+    frexp(largest, &exponent);
+    double cut = ldexp(1.0, exponent + CARRY_BITS), next_cut = ldexp(cut, CARRY_BITS - 53);
+    for (const V8& v : x)
+      for (float y : v.v) {
+        double square = (double)y * y, high = square + cut - cut, left = square - high;
+        double low = left + next_cut - next_cut;
+        sums[0] += high, sums[1] += low, sums[2] += left - low;
+      }
+    for (double& sum : sums) sum = block_sum(sum);
+  } else
+    sums[0] = largest;
+  for (int i = 0; i < 3 && !threadIdx.x; i++) part[3 * blockIdx.x + i] = sums[i];
 }
 
 // What a step of AdamW needs beside arrays, on the device, so that a captured step may change it.
@@ -738,17 +758,12 @@ struct LossScale {
 };
 extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, LossScale* scale, float growth_steps,
                                    float most, float beta1, float beta2, float eps, float decay, float max_norm) {
-  __shared__ double sums[256];
   double total = 0;
-  for (Index i = threadIdx.x; i < parts; i += 256) total += part[i];
-  sums[threadIdx.x] = total;
-  for (int d = 128; d; d /= 2) {
-    __syncthreads();
-    if (threadIdx.x < d) sums[threadIdx.x] += sums[threadIdx.x + d];
-  }
+  for (Index i = threadIdx.x; i < parts; i += blockDim.x) total += part[i];
+  total = block_sum(total);
   if (threadIdx.x) return;
   double t = (double)s->before + s->done + 1, c1 = 1 - pow((double)beta1, t), c2 = sqrt(1 - pow((double)beta2, t));
-  double factor = scale ? scale->factor : 1, norm = sqrt(sums[0]) / factor;
+  double factor = scale ? scale->factor : 1, norm = sqrt(total) / factor;
   s->rate = s->lr / c1 * c2, s->eps = eps * c2, s->shrink = s->lr * decay, s->norm = norm;
   bool taken = norm < __longlong_as_double(0x7ff0000000000000);  // else nothing changes
   s->taken = taken, s->done += taken;
@@ -796,5 +811,69 @@ extern "C" __global__ void adamw(float* w, const float* g, float* m, float* v, T
       w[i + j] = W[j], m[i + j] = M[j], v[i + j] = V[j];
       if (copy) put(copy + i + j, W[j]);
     }
+}
+
+// ---- numbers in few bits, in blocks of n: a warp a block, its threads 8 neighbours each -------------------------
+// n is a multiple of 16 and at most 256. quantization/reference.py has what the codes say.
+
+// A float of 4 bits, times 2, and its code without the sign.
+__device__ inline int magnitude_of(int code) { return code < 4 ? code : code < 6 ? 2 * (code - 2) : 4 * (code - 4); }
+__device__ inline int code_of(int size) { return size < 4 ? size : size < 8 ? size / 2 + 2 : size / 4 + 4; }
+
+// x + kept in few bits: what these say goes into x, which ends at `end`, and what they do not into `kept`.
+extern "C" __global__ void quantize(float* x, float* kept, unsigned* codes, float* scales, int n, int bits,
+                                    bool is_float, float largest, Index blocks, Index end) {
+  Index block = warp_index();
+  if (block >= blocks) return;
+  int place = 8 * (threadIdx.x % 32), bytes = n * bits / 8;
+  Index first = block * n + place;
+  V8 lost = {}, said = {};
+  unsigned top = 0;
+  if (place < n) lost = load8(kept, first, blocks * n, VECTORS), said = load8(x, first, end, VECTORS);
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    if (first + j < end) lost.v[j] += said.v[j];
+    top = Most()(top, magnitude(lost.v[j]));
+  }
+  const float infinity = __int_as_float(0x7f800000), nan = __int_as_float(0x7fffffff);
+  float scale = __uint_as_float(warp_join(top, Most())) / largest, step = scale > 0 ? scale : 1;
+  bool is_broken = !(scale < infinity);
+  unsigned words[2] = {};
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    float number = lost.v[j] / step, size = is_float ? fabsf(number) : 0;
+    float apart = size < 4 ? 1 : size < 8 ? 2 : 4, finer = size < 4 ? 1 : size < 8 ? .5f : .25f;  // one over the other
+    number = is_broken ? 0 : fminf(fmaxf(rintf(number * finer) * apart, -largest), largest);
+    int whole = number, code = !is_float ? whole : whole < 0 ? code_of(-whole) + 8 : code_of(whole);
+    words[j / 4] |= (code & ((1 << bits) - 1)) << 8 * (j % 4);
+    said.v[j] = is_broken ? nan : __fmul_rn(number, step);
+    lost.v[j] = is_broken ? 0 : __fsub_rn(lost.v[j], said.v[j]);
+  }
+  if (threadIdx.x % 32 == 0) scales[block] = is_broken ? nan : scale;
+  if (place < n) store8(kept, first, blocks * n, VECTORS, lost), store8(x, first, end, VECTORS, said);
+  for (int w = 0; w < 2; w++) {
+    if (bits == 4) words[w] |= __shfl_down_sync(~0u, words[w], n / 16) << 4;  // the other half lies on top
+    if (place < bytes) codes[(block * bytes + place) / 4 + w] = words[w];
+  }
+}
+// The numbers that codes say, written into `out`, which ends at `end`, or added.
+extern "C" __global__ void add_dequantized(const unsigned* codes, const float* scales, float* out, int n, int bits,
+                                           bool is_float, bool add, Index blocks, Index end) {
+  Index block = warp_index();
+  int place = 8 * (threadIdx.x % 32), bytes = n * bits / 8, up = place / bytes * bits;
+  Index first = block * n + place;
+  if (block >= blocks || place >= n) return;
+  codes += (block * bytes + place % bytes) / 4;
+  float scale = scales[block];
+  V8 y = {};
+  if (add) y = load8(out, first, end, VECTORS);
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    int code = (int)(codes[j / 4] << (32 - bits - up - 8 * (j % 4))) >> (32 - bits);  // with its sign
+    int number = !is_float ? code : code < 0 ? -magnitude_of(code & 7) : magnitude_of(code);
+    float value = __fmul_rn(number, scale);
+    y.v[j] = add ? y.v[j] + value : value;
+  }
+  store8(out, first, end, VECTORS, y);
 }
 #endif

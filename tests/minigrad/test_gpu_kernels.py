@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from test_kernels import CASES, sampler
+from test_kernels import CASES, CODES, sampler
 
 import minigrad as mg
 from minigrad.backend import Array, is_half, to_device, to_host, xp_of
@@ -25,10 +27,13 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 SHAPES = [(5, 7), (3, 1), (1, 65), (33, 64), (129, 768), (40, 2000), (1000, 257), (0, 5)]
 ELSEWHERE = {
     "adamw",
+    "add_dequantized",
+    "exact_square_sums",
     "gelu_back",
     "layer_norm_back",
     "linear_gelu",
     "linear_gelu_back",
+    "quantize",
     "square_sum",
 }  # tested apart, or with another kernel
 HALF_CASES = [case for case in CASES if case.split()[0] in names(gpu) and case.split()[0] not in ELSEWHERE]
@@ -339,6 +344,48 @@ def test_adamw_and_the_sum_of_squares(n: int) -> None:
             np.testing.assert_allclose(to_host(got), want, rtol=2e-6, atol=2e-6)
         np.testing.assert_allclose(gpu.square_sum(place(arrays[1])), (wide(arrays[1]) ** 2).sum(), rtol=1e-12)
     assert gpu.square_sum(to_device(np.full(3, 1e30, np.float32))) > 1e60
+
+
+@pytest.mark.parametrize("place", [to_device, unaligned], ids=["aligned", "unaligned"])
+def test_exact_square_sums_are_exact_wherever_numbers_are_cut(place: Any) -> None:
+    x = (generator.standard_normal(100_003) * 2.0 ** generator.integers(-30, 30, 100_003)).astype(np.float32)
+    exact = math.fsum((x.astype(np.float64) ** 2).tolist())
+    for cuts in ([], [1, 40_000, 40_000, 80_011]):
+        pieces = [gpu.exact_square_sums(place(piece)) for piece in np.split(x, cuts)]
+        assert math.fsum(itertools.chain(*pieces)) == exact
+    for odd in (0.0, 2e-38, 3e38, np.inf, np.nan):  # what is smaller, CuPy's compiler takes for 0
+        few = np.array([0, odd, 0], np.float32)
+        np.testing.assert_array_equal(math.fsum(gpu.exact_square_sums(place(few))), float(np.float64(few[1]) ** 2))
+
+
+@pytest.mark.parametrize("kind", CODES.values(), ids=CODES)
+@pytest.mark.parametrize("length", [4, 16, 112, 128, 256, 272])  # of a block: kernels take multiples of 16, to 256
+@pytest.mark.parametrize("place", [to_device, unaligned], ids=["aligned", "unaligned"])
+def test_few_bits_are_those_of_the_reference(kind: tuple[int, bool], length: int, place: Any) -> None:
+    bits, is_float = kind
+    num_blocks = 23
+    x = draw("float32", num_blocks * length - 3) * np.float32(1e-3)
+    kept = draw("float32", num_blocks * length)
+    first = iter(range(0, num_blocks * length, length))
+    for odd in (np.nan, np.inf, -np.inf, 3e38, 1e-30, 0.0):  # a block each
+        start = next(first)
+        x[start : start + length] = kept[start : start + length] = odd if abs(odd) < 1 else 1
+        x[start + length // 2] = kept[start + length // 2] = odd
+    sizes = np.arange(length)
+    x[next(first) :][:length], kept[-length:-1] = sizes / 2 - length / 4, sizes[1:]  # ties
+    host = [x, kept, np.full(kept.size * bits // 8, 7, np.uint8), np.full(num_blocks, 7, np.float32)]
+    device = [place(x), place(kept), *map(to_device, host[2:])]
+    with np.errstate(all="ignore"):
+        reference.quantize(*host, bits, is_float)
+    gpu.quantize(*device, bits, is_float)
+    for found, expected in zip(device, host, strict=True):
+        np.testing.assert_array_equal(to_host(found), expected)
+    for add in (False, True):
+        out = draw("float32", x.size)
+        found = place(out)
+        gpu.add_dequantized(*device[2:], bits, found, add, is_float)
+        reference.add_dequantized(*host[2:], bits, out, add, is_float)
+        np.testing.assert_array_equal(to_host(found), out)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -31,14 +31,13 @@ def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int, is_f
     """Write x + kept in few bits, into x what these say, and into `kept` what they do not.
 
     Args:
-        x: overwritten; kept, scales: see `scaled_blocks`, where the largest magnitude is 2 ** (bits - 1) - 1, of floats
-            LARGEST_FLOAT.
+        x: overwritten; kept, scales: see `scaled_blocks`, where the largest magnitude is `largest_number`.
         codes: (m bits / 8,) uint8, overwritten.
         bits: 8 or 4.
         is_float: codes are E2M1, of 4 bits.
     """
     xp = xp_of(kept)
-    largest = LARGEST_FLOAT if is_float else 2 ** (bits - 1) - 1
+    largest = largest_number(bits, is_float)
     blocks, steps = scaled_blocks(x, kept, scales, largest)
     numbers = blocks / steps
     if is_float:
@@ -60,6 +59,11 @@ def quantize(x: Array, kept: Array, codes: Array, scales: Array, bits: int, is_f
     codes[...] = 0
     for i, part in enumerate(parts):
         codes |= (part << (i * bits)).reshape(-1)
+
+
+def largest_number(bits: int, is_float: bool) -> int:
+    """Return what the largest magnitude of a block becomes."""
+    return LARGEST_FLOAT if is_float else 2 ** (bits - 1) - 1
 
 
 def scaled_blocks(x: Array, kept: Array, scales: Array, largest: float) -> tuple[Array, Array]:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array, address
-from minigrad.kernels.gpu_launch import THREADS, aligned, ceil_div, cp, launch
+from minigrad.kernels.gpu_launch import THREADS, aligned, ceil_div, contiguous, cp, launch
 from minigrad.kernels.updates import reference
 
-__all__ = ["adamw", "adamw_step", "square_sum"]
+__all__ = ["adamw", "adamw_step", "exact_square_sums", "square_sum"]
 
 
 _SQUARE_BLOCKS = 1056
+_EXACT_BLOCK, _EXACT_THREADS = 1 << 15, 1024  # of gpu.cu
 _NORM, _TAKEN, _DONE = 6, 7, 8  # places in `Scalars` of gpu.cu
 
 
@@ -28,6 +29,17 @@ def square_parts(g: Array) -> Array:
         return cp.square(g.astype(np.float64)).sum().reshape(1)
     parts = cp.empty(_SQUARE_BLOCKS, np.float64)
     launch("square_sum", g.dtype, _SQUARE_BLOCKS, (g, parts, g.size), vectors=aligned(g))
+    return parts
+
+
+def exact_square_sums(g: Array) -> list[float]:
+    if g.dtype != np.float32:
+        return reference.exact_square_sums(g)
+    g = contiguous(g)
+    sums = cp.empty((ceil_div(g.size, _EXACT_BLOCK), 3), np.float64)
+    if g.size:
+        launch("exact_square_sums", g.dtype, len(sums), (g, sums, g.size), threads=_EXACT_THREADS, vectors=aligned(g))
+    parts: list[float] = sums.get().reshape(-1).tolist()
     return parts
 
 
