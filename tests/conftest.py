@@ -28,8 +28,10 @@ that a test runs in each of them once, on this side or on that:
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # from nohup, and from some CI
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, to themselves and to jobs
     if UNDER_MPI:
+        # A rank's temporary folders lie apart: in one place pytest may find another rank's as that one removes it.
+        root = Path(tempfile.gettempdir(), f"pytest-rank-{launcher_rank()}")
+        root.mkdir(exist_ok=True)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
         if config.getoption("--nccl"):
             use_gpu(local_rank())
         config.stash[MPI_WORLD] = world(
