@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeline.cli import flags
+from pipeline.cli import files, flags
 from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import BOUNDARIES, MICROBATCHES, RANKS, add_microbatches, add_ranks
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace) -> None:
             f"{'' if result.fits else '  too much'}"
         )
     if arguments.csv is not None:
-        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
+        files.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
     if arguments.svg is not None:
         drawing = svg(stacked(drawings))
-        flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
+        files.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
         print(to_json(results))
         for row in refused:

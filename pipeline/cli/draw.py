@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distributed.trace.perfetto import perfetto
-from pipeline.cli import flags
+from pipeline.cli import files, flags
 from pipeline.cli.schedule_flags import add_simulation, costs, print_costs, timeline_of
 from pipeline.schedules.drawing.png import write_png
 from pipeline.schedules.drawing.svg import DIGIT_WIDTH, picture, svg
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     for option, write in writers.items():
         path = getattr(arguments, option)
         if path is not None:
-            flags.write_file(f"--{option}", path, write)
+            files.write_file(f"--{option}", path, write)
     if arguments.json:
         rows = [[(str(action), start, end) for action, start, end in row] for row in timeline.rows]
         print(flags.as_json({**checked.values, **costs(timeline), "ranks": rows}))

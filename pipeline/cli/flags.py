@@ -9,16 +9,15 @@ import argparse
 import importlib
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from errno import EISDIR
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pipeline.cli.files import read_text
 from pipeline.schedules.action import Action
 from pipeline.schedules.csv_file import dump, from_text, load
 from pipeline.schedules.schedule import Order, Schedule
@@ -27,7 +26,6 @@ from pipeline.schedules.validate import validate
 
 Numbers = list[float] | float
 MOST_LETTERS = 60
-FILES = ("csv", "svg", "png", "perfetto")  # flags for what a command writes
 MOST_ACTIONS = 1_000_000  # that a command looks at, so that a slip of the finger does not fill the memory
 
 
@@ -225,22 +223,6 @@ def load_torch(path: str) -> list[list[Action]]:
     return orders
 
 
-def read_text(path: Path | str, what: str = "") -> str:
-    """Read a file.
-
-    Args:
-        what: of which flag it is the value, for the error.
-    Raises:
-        ValueError: it cannot be read, or is no text.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{what}{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what}{path} cannot be read: it is no text in UTF-8") from error
-
-
 def sizes_of(
     schedules: Iterable[object], given: tuple[int | None, int | None], usual: tuple[int, int]
 ) -> tuple[int, int]:
@@ -313,45 +295,3 @@ def as_json(value: Any) -> str:
 def cells(orders: Sequence[Sequence[Action]]) -> list[list[str]]:
     """Return orders as the cells of a table, a row a rank."""
     return [[str(action) for action in order] for order in orders]
-
-
-def check_files(arguments: argparse.Namespace) -> None:
-    """Check, before any work, that there can be the files that flags ask for.
-
-    Raises:
-        ValueError: one is a folder, or its folder is not there.
-    """
-    for option in FILES:
-        path: Path | None = getattr(arguments, option, None)
-        if path is None:
-            continue
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-            os.stat(f"{path.parent}/")  # which must be a folder
-        except OSError as error:
-            raise _cannot_be_written(f"--{option}", path, error) from error
-
-
-def write_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Write the file that a flag names, whole or not at all.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    beside = path.with_name(f".{os.getpid()}.part")
-    try:
-        if path.exists() and not path.is_file():  # a device, as /dev/stdout is
-            write(path)
-            return
-        try:
-            write(beside)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise _cannot_be_written(flag, path, error) from error
-
-
-def _cannot_be_written(flag: str, path: Path, error: OSError) -> ValueError:
-    return ValueError(f"{flag} {path} cannot be written: {error.strerror or error}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline.cli import check, compare, draw, dump, flags, memory, repair, search, simulate, sweep, verify
+from pipeline.cli import check, compare, draw, dump, files, memory, repair, search, simulate, sweep, verify
 
 PROGRAM = "python -m pipeline"
 COMMANDS = {
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     parsed = parser.parse_args(arguments)
     try:
-        flags.check_files(parsed)
+        files.check_files(parsed)
         COMMANDS[parsed.command].run(parsed)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 from functools import cache
 from pathlib import Path
 
-from pipeline.cli import flags
+from pipeline.cli import files, flags
 from pipeline.cli.schedule_flags import AS_WRITTEN, MICROBATCHES, RANKS, add_microbatches
 from pipeline.cli.verify import check_sizes, find_case
 from pipeline.runtime.memory import stage_bytes
@@ -111,4 +111,4 @@ def measured_of(arguments: argparse.Namespace, num_microbatches: int) -> Measure
     path = Path(arguments.measured)
     if path.suffix != ".json":
         return measure(find_case(arguments.measured), num_microbatches)
-    return from_json(flags.read_text(path, "--measured "), str(path))
+    return from_json(files.read_text(path, "--measured "), str(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.cli import flags
+from pipeline.cli import files, flags
 from pipeline.schedules.action import ScheduleError
 from pipeline.schedules.csv_file import dump, from_text, parse
 from pipeline.schedules.deadlock import check_deadlock_free
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Mend a file, prove the result, and draw what was moved."""
     name = arguments.file.name
-    text = flags.read_text(arguments.file)
+    text = files.read_text(arguments.file)
     try:
         orders = parse(text)
         flags.check_size(sum(map(len, orders)))
@@ -49,13 +49,13 @@ def run(arguments: argparse.Namespace) -> None:
         lower(mended, rank_of=schedule.rank_of, num_stages=num_stages), rank_of=schedule.rank_of, num_stages=num_stages
     )
     if arguments.csv is not None:
-        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(mended), encoding="utf-8"))
+        files.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(mended), encoding="utf-8"))
     said = f"mended with {len(moved)} moved action{'s' * (len(moved) > 1)}, the fewest that do"
     drawing = moves_picture(orders, mended, moved, f"{name}: {said if moved else 'nothing to mend'}")
     if arguments.svg is not None:
-        flags.write_file("--svg", arguments.svg, lambda path: path.write_text(svg(drawing), encoding="utf-8"))
+        files.write_file("--svg", arguments.svg, lambda path: path.write_text(svg(drawing), encoding="utf-8"))
     if arguments.png is not None:
-        flags.write_file("--png", arguments.png, lambda path: write_png(drawing, path))
+        files.write_file("--png", arguments.png, lambda path: write_png(drawing, path))
     if arguments.json:
         moves = [
             {"rank": rank, "action": str(orders[rank][before]), "from": before, "to": after}

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from pipeline.cli import flags
+from pipeline.cli import files, flags
 from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import add_skip_bytes, add_skips, check_skip_bytes
 from pipeline.schedules.action import check_skips
@@ -109,12 +109,12 @@ def run(arguments: argparse.Namespace) -> None:
             orders, timeline = exact.orders, exact.timeline
     peaks = peaks_of(best, timeline)
     if arguments.csv is not None:
-        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(orders), encoding="utf-8"))
+        files.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(orders), encoding="utf-8"))
     sizes = flags.sizes_in_words(arguments.ranks, arguments.microbatches, num_stages=num_stages)
     title = f"placement {best}: {sizes}"
     if arguments.svg is not None:
         drawing = svg(picture(timeline, title))
-        flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
+        files.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
         print(
             flags.as_json(

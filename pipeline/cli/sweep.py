@@ -6,7 +6,7 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from pipeline.cli import flags
+from pipeline.cli import files, flags
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
 from pipeline.schedules.compare import Work, sweep, to_csv, to_json
 from pipeline.schedules.drawing.heat_map import heat_map
@@ -64,14 +64,14 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as rule:  # no schedule allows any of these sizes
         raise flags.in_flags(rule) from rule
     if arguments.csv is not None:
-        flags.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
+        files.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
     if arguments.svg is not None:
         down, across = (axes + [name for name in several if name not in axes])[:2]
         name = arguments.value.replace("-", "_")
         cells = {(getattr(result, down), getattr(result, across)): getattr(result, name) for result in results}
         title = f"{next(iter(candidates))}: {VALUES[arguments.value]}"
         drawing = svg(heat_map(cells, title, down=AXES[down], across=AXES[across]))
-        flags.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
+        files.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
         print(to_json(results))
     elif arguments.csv is None:

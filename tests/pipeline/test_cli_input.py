@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import SCHEDULES, ScheduleError, from_text
-from pipeline.cli import flags
+from pipeline.cli import files, flags
 from pipeline.cli import main as cli
 from pipeline.cli.flags import MOST_ACTIONS
 from pipeline.schedules.csv_file import MOST_CHARACTERS
@@ -251,11 +251,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(ValueError, match=r"--csv .*x.csv cannot be written: No space left on device"):
-        flags.write_file("--csv", path, write)
+        files.write_file("--csv", path, write)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
-    flags.write_file("--csv", path, lambda beside: beside.write_text("after"))
+    files.write_file("--csv", path, lambda beside: beside.write_text("after"))
     assert [file.read_text() for file in tmp_path.iterdir()] == ["after"]
-    flags.write_file("--csv", Path("/dev/null"), lambda device: device.write_text("gone"))
+    files.write_file("--csv", Path("/dev/null"), lambda device: device.write_text("gone"))
 
 
 def test_repair_names_its_file(tmp_path, capsys):
