@@ -186,3 +186,34 @@ def test_more_ranks_than_cores_need_no_flag():
     command = [OWN_OPEN_MPI.parent / "bin" / "mpirun", "-n", str(num_ranks), "echo", "here"]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert result.stdout.split() == ["here"] * num_ranks, result.stderr
+
+
+GOES_AT_ONCE = """
+import time
+import numpy as np
+from distributed import world
+comm = world()
+from mpi4py import MPI
+if comm.rank == 0:
+    request = MPI.COMM_WORLD.Isend(np.ones(1 << 19, np.uint8), 1)
+    deadline = time.monotonic() + {seconds}
+    while not request.Test() and time.monotonic() < deadline:
+        pass
+    print("gone" if request.Test() else "waits")
+comm.barrier()
+if comm.rank == 1:
+    MPI.COMM_WORLD.Recv(np.empty(1 << 19, np.uint8), 0)
+"""
+
+
+@pytest.mark.skipif(
+    not OWN_OPEN_MPI.exists() or sys.platform != "linux", reason="names parts of Open MPI, and Linux's lo"
+)
+@pytest.mark.parametrize(("limit", "seconds", "said"), [(None, 20, "gone"), ("65536", 0.5, "waits")])
+def test_a_message_over_tcp_of_a_bucket_waits_for_no_receive_unless_told_to(limit, seconds, said, monkeypatch):
+    for part, value in {"pml": "ob1", "btl": "self,tcp", "btl_tcp_if_include": "lo"}.items():
+        monkeypatch.setenv(f"OMPI_MCA_{part}", value)
+    if limit is not None:
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_eager_limit", limit)
+    result = run_job(["-c", GOES_AT_ONCE.format(seconds=seconds)], ranks=2)
+    assert result.stdout.split() == [said], result.stderr
