@@ -27,9 +27,8 @@ from distributed.recovery.attempts import Attempt, recovering
 from distributed.recovery.loop import Recovery
 from distributed.recovery.sources import RESTORED
 from distributed.recovery.state import Training
-from distributed.run.command_line import CHECKPOINTS, to_save
+from distributed.run.command_line import CHECKPOINTS, to_save, warn
 from distributed.run.progress import Progress
-from distributed.run.record import warn
 from distributed.run.resume import FORGETS
 from distributed.stop import StopRequest
 from minigrad.optim import Optimizer

@@ -182,6 +182,12 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
+def warn(words: str) -> None:
+    """Say a line on stderr, in one call: print writes a line's end by a call of its own, so threads mix their lines."""
+    sys.stderr.write(f"{words}\n")
+    sys.stderr.flush()
+
+
 def fail(message: str, *, everywhere: bool = True) -> NoReturn:
     """End the run with one line on stderr and exit code 2.
 
@@ -195,11 +201,11 @@ def fail(message: str, *, everywhere: bool = True) -> NoReturn:
     rank = launcher_rank()
     line = f"{Path(sys.argv[0]).name}: {message}"
     if rank == 0:
-        print(line, file=sys.stderr, flush=True)
+        warn(line)
     else:
         time.sleep(GRACE_SECONDS)
         if not everywhere:
-            print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
+            warn(f"[rank {rank}] {line}")
     if everywhere:
         exit_together(2)
     sys.exit(2)

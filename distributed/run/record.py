@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.run.command_line import to_save
+from distributed.run.command_line import to_save, warn
 from distributed.run.folder import RunFolder
 from distributed.run.settings import RunSettings
 from distributed.run.step_line import StepLine
@@ -101,8 +100,3 @@ class Record:
     def _track(self, line: Mapping[str, Any]) -> None:
         for fault in self._trackers.write(line) if self._trackers is not None else []:
             warn(fault)
-
-
-def warn(words: str) -> None:
-    """Print a line on stderr."""
-    print(words, file=sys.stderr, flush=True)

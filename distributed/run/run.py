@@ -21,11 +21,11 @@ from distributed.data_parallel.ddp import DistributedDataParallel
 from distributed.protocols import HasState, HasTensors
 from distributed.recovery.state import Training
 from distributed.run.attempts import AttemptLoop, RunAttempt
-from distributed.run.command_line import CHECKPOINTS, METRICS, fail, to_save
+from distributed.run.command_line import CHECKPOINTS, METRICS, fail, to_save, warn
 from distributed.run.folder import RunFolder
 from distributed.run.progress import Progress
 from distributed.run.rank_0 import RankZeroError, in_one_line, on_rank_0
-from distributed.run.record import Record, warn
+from distributed.run.record import Record
 from distributed.run.recorded_step import HasRecorder, RecordedStep
 from distributed.run.resume import take_state, warnings_of
 from distributed.run.settings import RunSettings

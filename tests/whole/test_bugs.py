@@ -5,9 +5,11 @@ Those without a number were found here, by review or by a test.
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,8 @@ import pytest
 from toy_pipeline import X, Y, apply, check_against_one_process, connect, dense, grads_of, mean, scale
 
 import minigrad as mg
-from distributed import DistributedDataParallel, GradientBucketManager
+from distributed import DistributedDataParallel, GradientBucketManager, LocalWorld
+from distributed.run.command_line import warn
 from minigrad import kernels
 from minigrad.backend import Array
 from pipeline import SCHEDULES, PipelineStage
@@ -770,3 +773,17 @@ def test_what_passes_a_norm_by_is_added_in_its_pass_at_a_cut_too() -> None:
             mg.backward(mg.sum(h + mg.layer_norm(h, ones, ones)))
     assert besides == [True, True]
     np.testing.assert_allclose(x.grad, 2, atol=1e-12)
+
+
+def test_lines_of_ranks_that_are_threads_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    # print gives a stream the line and its end in two calls, and another thread's line came between them.
+    class Slow(io.StringIO):
+        def write(self, words: str) -> int:
+            done = super().write(words)
+            time.sleep(0.01)  # the other threads' turn
+            return done
+
+    stream = Slow()
+    monkeypatch.setattr(sys, "stderr", stream)
+    LocalWorld(3).run(lambda comm: warn(f"rank {comm.rank} has no disk"))
+    assert sorted(stream.getvalue().splitlines()) == [f"rank {rank} has no disk" for rank in range(3)]
