@@ -84,16 +84,15 @@ class Places:
     @staticmethod
     def of(function: Callable[..., Any]) -> Places:
         """Read them off the signature of an op's function."""
-        parameters = inspect.signature(function).parameters.values()
-        names = {kind: tuple(p.name for p in parameters if p.kind is kind) for kind in {p.kind for p in parameters}}
-        arrays = names.get(inspect.Parameter.POSITIONAL_ONLY, ())
-        positional = names.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, ()) if arrays else ()
-        options = positional + names.get(inspect.Parameter.KEYWORD_ONLY, ())
+        code = inspect.unwrap(function).__code__  # inspect.signature of 71 ops is a tenth of this package's import
+        names, num_arrays, num_by_place = code.co_varnames, code.co_posonlyargcount, code.co_argcount
+        positional = names[num_arrays:num_by_place] if num_arrays else ()
+        options = positional + names[num_by_place : num_by_place + code.co_kwonlyargcount]
         return Places(
             function.__name__,
-            len(arrays) or sys.maxsize,  # without a `/` everything positional is an array, of any number
+            num_arrays or sys.maxsize,  # without a `/` everything positional is an array, of any number
             positional,
-            None if inspect.Parameter.VAR_KEYWORD in names else options,
+            None if code.co_flags & inspect.CO_VARKEYWORDS else options,
         )
 
     def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
