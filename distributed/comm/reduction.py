@@ -121,8 +121,6 @@ def reduce_in_rank_order(parts: Sequence[Array], op: ReduceOp, outs: Sequence[Ar
         parts: (n,) by rank.
         outs: (n,) arrays of the same dtype; each may be one of `parts`, or none may overlap with them.
     """
-    if not parts[0].size:
-        return
     scratch = widened(np.empty(min(parts[0].size, _BLOCK_ELEMENTS), parts[0].dtype))
     for start in range(0, parts[0].size, _BLOCK_ELEMENTS):
         block = slice(start, start + _BLOCK_ELEMENTS)

@@ -491,6 +491,18 @@ def test_messages_of_one_tag_keep_their_order(ranks):
 
 
 @pytest.mark.point_to_point
+def test_messages_of_all_sources_are_told_apart(ranks):
+    def program(comm):
+        receives = [comm.irecv(np.array([-1]), source=source, tag=0) for source in reversed(range(comm.size))]
+        sends = [comm.isend(np.array([comm.rank]), dest=dest, tag=0) for dest in range(comm.size)]
+        assert [int(work.wait()[0]) for work in receives] == list(reversed(range(comm.size)))
+        for send in sends:
+            send.wait()
+
+    ranks.run(program)
+
+
+@pytest.mark.point_to_point
 def test_tags_are_received_in_any_order(ranks):
     def program(comm):
         before, after = neighbours(comm)
@@ -835,6 +847,19 @@ def test_slices_are_gathered_in_place(ranks, n, dtype, in_buffer, together):
         for part, first in zip(parts, (0, 100), strict=True):
             np.testing.assert_array_equal(part, np.arange(size) + first)
         assert memory[0] == -1
+
+    ranks.run(program)
+
+
+def test_several_gathers_at_once_keep_their_place_among_other_collectives(ranks):
+    def program(comm):
+        flats = [np.full(comm.size * n, float(comm.rank)) for n in (1 << 16, 1)]
+        works = [comm.allgather_in_place(*flats), comm.allgather(np.array([comm.rank + 0.5]))]
+        for i in (0, 1) if comm.rank % 2 else (1, 0):
+            works[i].wait()
+        for flat in flats:
+            np.testing.assert_array_equal(flat, np.repeat(np.arange(comm.size), len(flat) // comm.size))
+        np.testing.assert_array_equal(works[1].wait()[:, 0], np.arange(comm.size) + 0.5)
 
     ranks.run(program)
 

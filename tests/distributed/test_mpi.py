@@ -13,6 +13,7 @@ import pytest
 from jobs import needs_mpirun, run_job
 
 from distributed import LocalWorld, ReduceOp, launched_by_mpi, world
+from distributed.comm.mpi.rank_order import RankOrderReduction
 
 under_mpirun = pytest.mark.skipif(not launched_by_mpi(), reason="about processes")
 
@@ -338,6 +339,47 @@ def test_few_ranks_on_several_hosts_sum_in_rank_order(ranks):
             np.testing.assert_array_equal(total, in_rank_order)
 
     ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(3, 4)
+def test_ranks_on_one_host_split_off_beside_others_on_several(ranks):
+    """Some parts sum in rank order and some do not, and all are made by the same calls of MPI."""
+
+    def program(comm):
+        hosts = "abbb"[: comm.size]
+        part = make(comm, hosts=hosts).split(min(comm.rank // 2, 1))
+        assert part._in_rank_order == (comm.rank < 2)
+        assert (part.allreduce(np.ones(3)).wait() == part.size).all()
+        assert make(comm, hosts=hosts)._in_rank_order == (comm.size < 4)
+
+    ranks.run(program)
+
+
+class CountsInInts:
+    """A communicator of mpi4py, of the last of three ranks, whose MPI is of before its version 4."""
+
+    def Get_rank(self):
+        return 2
+
+    def Get_size(self):
+        return 3
+
+    def Ialltoall(self, sent, received):
+        assert max(sent[0].size, received[0].size) // 3 <= 2**31 - 1
+        return SimpleNamespace(Test=lambda: False)
+
+    def Ialltoallv(self, sent, received):
+        for _, (counts, places), _ in (sent, received):
+            assert max(*counts, *places) <= 2**31 - 1
+        return SimpleNamespace(Test=lambda: False)
+
+
+@pytest.mark.parametrize("num_elements", [3 << 30, 2**31 - 1])
+def test_no_slice_has_a_place_that_mpi_cannot_count(num_elements):
+    # The slice of the third rank begins at byte 2**31: MPI_ERR_ARG. No page of this memory is ever touched.
+    exchange = CountsInInts()
+    next(RankOrderReduction(exchange, exchange).reduce_own_slice(np.empty(num_elements, np.uint8), ReduceOp.SUM))
 
 
 @under_mpirun

@@ -7,6 +7,7 @@ passes for several by an argument.
 import platform
 import shutil
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_by_mpi
 from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
 from distributed.comm.mpi.staging import Staging
-from distributed.comm.mpi.windows import lack_of_shared_files, share_file
+from distributed.comm.mpi.windows import lack_of_shared_files, map_shared_file, share_file
 from minigrad import backward_with_hooks
 from minigrad.models import MLP
 from minigrad.optim import SGD
@@ -158,6 +159,20 @@ def test_a_rank_is_done_only_when_all_are():
     assert [array[0] for array in arrays] == [3, 3]
     assert next(steps[0], "end") == "end"
     assert next(steps[1], "end") == "end"
+
+
+def test_what_is_announced_is_fenced_from_what_it_announces():
+    """Elsewhere than on x86 a counter may be seen before the numbers that it stands for, or these be read before it."""
+    part = np.zeros(HEADER_BYTES + 8, np.uint8)
+    seen = []
+    fence = lambda: seen.append((*part[:16].view(np.int64), part[HEADER_BYTES]))  # noqa: E731
+    buffer = SharedBuffer(SharedWindow(0, [part, part.copy()], fence), 2, None)
+    other = buffer._counters[1]
+    buffer.memory[:] = 3
+    steps = buffer.allreduce(buffer.memory, ReduceOp.SUM)
+    other[:] = 1
+    assert next(steps, "end") == "end"
+    assert seen == [(0, 0, 3), (1, 0, 3), (1, 0, 3), (1, 1, 3)]
 
 
 def test_a_reduction_to_slices_writes_each_rank_its_own_and_nothing_else():
@@ -387,6 +402,43 @@ def test_over_hosts_slices_are_summed_between_them(ranks, hosts, dtype):
 
 
 @under_mpirun
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_over_hosts_slices_alone_travel_in_messages(ranks, hosts):
+    def program(comm):
+        comm = make(hosts=hosts)
+        buffer = comm.buffer(8, np.float64)
+        comm.stage_reductions()
+        own = slice(2 * comm.rank, 2 * comm.rank + 2)
+        for array in (buffer, np.empty(8)):
+            array[:] = np.arange(8) + comm.rank
+            np.testing.assert_array_equal(comm.reduce_scatter(array).wait(), 4 * np.arange(8)[own] + 6)
+            comm.allgather_in_place(array).wait()
+            np.testing.assert_array_equal(array, 4 * np.arange(8) + 6)
+        memory = comm.buffer(12 * 8 + 1, np.uint8)
+        wide, narrow, is_wide = memory[:64].view(np.float64), memory[64:96].view(np.float32), memory[96:]
+        narrow[:] = np.arange(8) + comm.rank
+        comm.sum_widely(narrow, wide, is_wide, everywhere=False).wait()
+        np.testing.assert_array_equal(narrow[own], 4 * np.arange(8)[own] + 6)
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_over_hosts_halves_are_rounded_once(ranks, hosts):
+    def program(comm):
+        comm = make(hosts=hosts)
+        buffer = comm.buffer(5, np.float16)
+        for op, expected in [(ReduceOp.SUM, 2050), (ReduceOp.MEAN, 512.5)]:
+            buffer[:] = [2048, 1, 1, 0][comm.rank]  # 2048 + 1 is 2048 in float16
+            assert (comm.allreduce(buffer, op=op).wait() == expected).all()
+
+    ranks.run(program)
+
+
+@under_mpirun
 @pytest.mark.ranks(3)
 def test_hosts_with_unequal_numbers_of_ranks_get_a_plain_array(ranks):
     def program(comm):
@@ -413,6 +465,9 @@ def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
             ordered = make(hosts="aabb", deterministic=True)  # host by host is not rank by rank
             assert not in_window(ordered, ordered.buffer(10, np.float32))
         assert not in_window(comm, np.zeros(10))
+        num_windows = len(comm._shared)
+        comm.buffer(0, np.float32)
+        assert len(comm._shared) == num_windows
 
     ranks.run(program)
 
@@ -429,6 +484,41 @@ def test_each_part_of_a_shared_file_begins_a_cache_line():
     assert LocalWorld(3).run(program) == [[(True, 0)] * 3] * 3
 
 
+@pytest.mark.skipif(lack_of_shared_files() is not None, reason="no shared files here")
+def test_a_shared_file_is_removed_once_all_have_it(monkeypatch, tmp_path):
+    def late(path, rank, *rest):
+        time.sleep(0.05 * rank)
+        return map_shared_file(path, rank, *rest)
+
+    monkeypatch.setattr("distributed.comm.mpi.windows._FOLDER", tmp_path)
+    monkeypatch.setattr("distributed.comm.mpi.windows.map_shared_file", late)
+    windows = [window for window, _ in LocalWorld(3).run(lambda comm: share_file(comm, 8))]
+    for rank, window in enumerate(windows):
+        window.parts[rank][:] = rank + 1
+    assert [[part[0] for part in window.parts] for window in windows] == [[1, 2, 3]] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(lack_of_shared_files() is not None, reason="no shared files here")
+@pytest.mark.parametrize("fault", ["made", "mapped"])
+def test_a_file_that_one_rank_cannot_have_is_shared_by_none_and_goes(monkeypatch, tmp_path, fault):
+    """Where containers have a /dev/shm each, the others find no such file: they raised, and rank 0 waited."""
+
+    def fail(path, rank, *rest):
+        if fault == "made" or rank == 1:
+            raise FileNotFoundError(2, "No such file or directory")
+        return map_shared_file(path, rank, *rest)
+
+    monkeypatch.setattr("distributed.comm.mpi.windows._FOLDER", tmp_path)
+    name = "new_shared_file" if fault == "made" else "map_shared_file"
+    monkeypatch.setattr(f"distributed.comm.mpi.windows.{name}", fail if fault == "mapped" else lambda _: fail("", 0))
+    found = LocalWorld(3).run(lambda comm: share_file(comm, 8))
+    assert [window for window, _ in found] == [None] * 3
+    (failure,) = {failure for _, failure in found}
+    assert f"cannot be {fault}: [Errno 2] No such file or directory" in failure
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shared_files_are_for_systems_that_keep_them_in_memory_and_writes_in_order(monkeypatch, tmp_path):
     monkeypatch.setattr("distributed.comm.mpi.windows._FOLDER", tmp_path)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
@@ -441,7 +531,7 @@ def test_shared_files_are_for_systems_that_keep_them_in_memory_and_writes_in_ord
 
 @under_mpirun
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("fault", ["space", "window"])
+@pytest.mark.parametrize("fault", ["space", "space on the last rank", "window"])
 def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault):
     from mpi4py import MPI
 
@@ -454,7 +544,8 @@ def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault)
             monkeypatch.setattr(MPI, "Win", SimpleNamespace(Allocate_shared=refuse))
             rule = "not shared memory: .*internal"
         else:
-            monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7 << 20))
+            if fault == "space" or comm.rank == comm.size - 1:
+                monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7 << 20))
             rule = f"not shared memory: /dev/shm has 7 MiB free, and {4 * comm.size + 1} MiB are needed"
         if comm.rank == 0:
             with pytest.warns(UserWarning, match=f"(?i){rule}"):
@@ -464,6 +555,29 @@ def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault)
         assert not in_window(comm, buffer)
         buffer[:] = 1
         assert (comm.allreduce(buffer).wait() == comm.size).all()
+
+    ranks.run(program)
+
+
+@under_mpirun
+@pytest.mark.ranks(2, 3, 4)
+def test_a_window_that_one_rank_alone_cannot_have_is_done_without(ranks, monkeypatch):
+    """The others, who had it, waited for that one in another collective."""
+
+    def allocate(mpi, comm, num_bytes):
+        rank = comm.Get_rank()
+        if rank == comm.Get_size() - 1:
+            return None, "no room"
+        return SharedWindow(rank, [np.zeros(num_bytes, np.uint8)] * comm.Get_size(), lambda: None), None
+
+    monkeypatch.setattr("distributed.comm.mpi.communicator.allocate_shared", allocate)
+
+    def program(comm):
+        comm = comm.duplicate()
+        warns = pytest.warns(UserWarning, match="not shared memory: no room") if comm.rank == 0 else nullcontext()
+        with warns:
+            buffer = comm.buffer(10, np.float32)
+        assert not in_window(comm, buffer)
 
     ranks.run(program)
 

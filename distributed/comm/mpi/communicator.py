@@ -274,7 +274,7 @@ class MPICommunicator(Communicator):
         def steps() -> Steps:
             received = np.empty_like(array)
             request = self._comm.Ialltoall([as_bytes(array), MPI.BYTE], [as_bytes(received), MPI.BYTE])
-            return (yield from until_done(request, received, array))
+            return (yield from until_done(request, received))
 
         return self._collective(Call("all_to_all", array), steps())
 
@@ -341,7 +341,10 @@ class MPICommunicator(Communicator):
         )
 
     def _split_by_host(self) -> tuple[MPICommunicator, MPICommunicator | None]:
-        """Return the ranks on this host, and those of this rank's place on every host, None for one. Collective."""
+        """Return the ranks on this host, and those of this rank's place on every host, None for one. Collective.
+
+        On hosts with unequal numbers of ranks some have None, others not; but these share nothing.
+        """
         hosts = self._settings.hosts
         if hosts is None:
             host = self._child(lambda: self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
@@ -349,22 +352,19 @@ class MPICommunicator(Communicator):
             here = hosts.index(hosts[self._members[self.rank]])
             host = self._child(lambda: self._comm.Split(here, self.rank))
         between = self._child(lambda: self._comm.Split(host.rank, self.rank))
-        return host, between if max(self.gather_objects(between.size)) > 1 else None
+        return host, between if between.size > 1 else None
 
     def shared_window(self, num_bytes: int) -> tuple[SharedWindow | None, str | None]:
         """Allocate memory that the ranks of this communicator share.
 
-        They are all on one host. It lives as long as MPI does. Collective.
+        They are all on one host. It lives as long as MPI does, and may be used once every rank is back. Collective.
 
         Returns:
             The window, or None and what is wrong.
         """
         if self._family is not None:  # MPI's own windows are not made for deaths
             return share_file(self, num_bytes)
-        window, failure = allocate_shared(MPI, self._comm, num_bytes)
-        if window is not None:
-            self.barrier()
-        return window, failure
+        return allocate_shared(MPI, self._comm, num_bytes)
 
     def _reads_gpu_memory(self, call: str) -> bool:
         return call in _GPU_CALLS and not self._in_rank_order and is_cuda_aware()
@@ -415,7 +415,7 @@ def _new_engine(comm: MPI.Comm, members: Sequence[int], settings: Settings, fami
 def _allgather(comm: MPI.Comm, array: Array) -> Steps:
     gathered = np.empty((comm.Get_size(), *array.shape), array.dtype)
     request = comm.Iallgather([as_bytes(array), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
-    return (yield from until_done(request, gathered, array))
+    return (yield from until_done(request, gathered))
 
 
 def _receive(request: MPI.Request, array: Array, source: int, tag: int) -> Steps:

@@ -40,12 +40,10 @@ class FaultWatch(Protocol):
         """
 
 
-def until_done(request: Request, result: Array, *kept: Array) -> Steps:
-    """Wait for one request.
+def until_done(request: Request, result: Array) -> Steps:
+    """Wait for one request, and return the result that is there then.
 
-    Args:
-        result: what the operation gives then.
-        kept: arrays that the request reads, and that must live as long.
+    What the request reads must live as long: the steps that wait for it hold it.
     """
     while not request.Test():
         yield

@@ -59,11 +59,14 @@ class RankOrderReduction:
         """
         own = flat[self._slice_of(self._rank, flat)]
         received = np.empty((self._size, own.size), flat.dtype)
-        counts = [own.nbytes] * self._size
-        displacements = [own.nbytes * rank for rank in range(self._size)]
-        request = self._exchange.Ialltoallv(
-            [as_bytes(flat), self._layout(flat), _BYTE], [as_bytes(received), (counts, displacements), _BYTE]
-        )
+        if flat.size % self._size == 0:  # no slice need be told its place, which beyond 2 GiB MPI could not count
+            request = self._exchange.Ialltoall([as_bytes(flat), _BYTE], [as_bytes(received), _BYTE])
+        else:
+            counts = [own.nbytes] * self._size
+            displacements = [own.nbytes * rank for rank in range(self._size)]
+            request = self._exchange.Ialltoallv(
+                [as_bytes(flat), self._layout(flat), _BYTE], [as_bytes(received), (counts, displacements), _BYTE]
+            )
         yield from until_done(request, received)
         reduce_in_rank_order(list(received), op, [own])
         return own

@@ -64,7 +64,7 @@ class MPIReduction:
                 synchronize(flags)
                 is_nan = launch(flags, self._mpi.LOR)
         request, total = launch(values, how)
-        yield from until_done(request, total, values)
+        yield from until_done(request, total)
         if is_nan is not None:
             total.reshape(-1)[(yield from until_done(*is_nan))] = np.nan
         return divide_mean(total, out, op, self._size)

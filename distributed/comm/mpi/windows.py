@@ -102,18 +102,23 @@ def share_file(ranks: Communicator, num_bytes: int) -> Allocated:
         The window, or None and what is wrong.
     """
     num_bytes += -num_bytes % HEADER_BYTES
-    path, failure = None, None
-    if ranks.rank == 0:
-        failure = lack_of_shared_files()
-        path = new_shared_file(num_bytes * ranks.size) if failure is None else None
+    path, window, failure = None, None, lack_of_shared_files()
+    if ranks.rank == 0 and failure is None:
+        try:
+            path = new_shared_file(num_bytes * ranks.size)
+        except OSError as error:
+            failure = f"a file in {_FOLDER} cannot be made: {error}"
     path, failure = ranks.broadcast_object((path, failure))
     if path is None:
         return None, failure
-    window = map_shared_file(path, ranks.rank, ranks.size, num_bytes)
-    ranks.barrier()
+    try:
+        window = map_shared_file(path, ranks.rank, ranks.size, num_bytes)
+    except OSError as error:  # in a container of its own this rank has another folder of this name
+        failure = f"{path} cannot be mapped: {error}"
+    failure = next(filter(None, ranks.gather_objects(failure)), None)
     if ranks.rank == 0:
         Path(path).unlink()  # it lives as long as somebody has it mapped
-    return window, None
+    return (window, None) if failure is None else (None, failure)
 
 
 def lack_of_space(num_bytes: int) -> str | None:
