@@ -9,7 +9,7 @@ from typing import Any
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp
 from minigrad.backend import Array, xp_of
-from minigrad.ops.operands import fit_one, half_in_float32, in_floating_dtype
+from minigrad.ops.operands import fit_one, half_in_float32
 from minigrad.tensor import Tensor
 
 
@@ -49,12 +49,11 @@ def einsum(*operands: Array, subscripts: str) -> tuple[Array, tuple[Vjp, ...]]:
     """
     xp = xp_of(operands[0])
     inputs, output, lengths = _parse(subscripts, operands)
-    parts = in_floating_dtype(*operands)
-    y = xp.asarray(xp.einsum(subscripts, *parts, optimize=len(parts) > 1))
+    y = xp.asarray(xp.einsum(subscripts, *operands, optimize=len(operands) > 1))
 
     def vjp_of(i: int) -> Vjp:
         mine = "".join(dict.fromkeys(inputs[i]))
-        others, arrays = inputs[:i] + inputs[i + 1 :], parts[:i] + parts[i + 1 :]
+        others, arrays = inputs[:i] + inputs[i + 1 :], operands[:i] + operands[i + 1 :]
         elsewhere = output + "".join(others)
         shared = "".join(c for c in mine if c in elsewhere)
         back = f"{','.join([output, *others])}->{shared}"
@@ -65,9 +64,9 @@ def einsum(*operands: Array, subscripts: str) -> tuple[Array, tuple[Vjp, ...]]:
             dx = xp.broadcast_to(dx, [lengths[c] for c in mine])
             return dx if len(mine) == len(inputs[i]) else _on_diagonal(xp, dx, mine, inputs[i])
 
-        return fit_one(parts[i], vjp)
+        return fit_one(operands[i], vjp)
 
-    return y, tuple(vjp_of(i) for i in range(len(parts)))
+    return y, tuple(vjp_of(i) for i in range(len(operands)))
 
 
 def _on_diagonal(xp: Any, values: Array, letters: str, repeated: str) -> Array:

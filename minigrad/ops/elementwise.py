@@ -59,7 +59,8 @@ def pow(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp | None]]:
     if isinstance(b, (int, float)):
         return _power(a, b), (lambda g: g * (b * _power(a, b - 1)) if b else xp_of(g).zeros_like(g), None)
     xp = xp_of(b)
-    a = xp.asarray(a, b.dtype) if isinstance(a, (int, float)) else a
+    if isinstance(a, (int, float)):
+        a = xp.asarray(a, xp.result_type(a, b))  # of integers a float: in their dtype 2.5 would be 2
     y = a**b
     return y, fit(
         a,

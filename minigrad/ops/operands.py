@@ -168,10 +168,15 @@ def in_floats(function: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple
 
 
 def half_in_float32(function: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
-    """Let an op's function compute in float32, forward and backward, where all its arrays are of one half dtype."""
+    """Let an op's function compute in float32, forward and backward, where its arrays are of one half dtype.
+
+    Those of integers or booleans come in the dtype of the floating ones.
+    """
 
     @functools.wraps(function)
     def wide(*arrays: Array, **kwargs: Any) -> tuple[Array, Any]:
+        if len(arrays) > 1:
+            arrays = tuple(in_floating_dtype(*arrays))
         dtype = arrays[0].dtype
         if not is_half(dtype) or any(x.dtype != dtype for x in arrays):
             return function(*arrays, **kwargs)

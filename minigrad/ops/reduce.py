@@ -108,6 +108,7 @@ def _distances(name: str, x: Array, axis: Axis, ddof: int) -> tuple[_Reduced, Ar
 
 
 @op
+@in_floats
 @half_in_float32
 def norm(x: Array, *, axis: Axis = None, keepdims: bool = False) -> tuple[Array, tuple[Vjp]]:
     """Take the length y = sqrt(sum of x^2). d/dx = x / y, 0 where y = 0."""

@@ -433,6 +433,31 @@ def test_masks_can_be_counted() -> None:
     assert mg.sum(np.ones(300, np.int8)).item() == 300
 
 
+def test_a_number_to_the_power_of_integers_is_not_cut_to_one() -> None:
+    # The number was brought to the exponents' dtype, in which 2.5 is 2.
+    for exponents in (mg.Tensor([1, 2, 3]), np.array([1, 2, 3]), mg.Tensor(np.array([1, 2, 3], np.int8))):
+        np.testing.assert_array_equal(mg.pow(2.5, exponents).data, [2.5, 6.25, 15.625])
+    assert (2 ** mg.Tensor(np.array([1, 2], np.int8))).dtype == np.int8
+    assert (2.5 ** leaf([1, 2], np.float32)).dtype == np.float32
+
+
+def test_the_length_of_integers_does_not_overflow() -> None:
+    # Squares in the dtype of x: 200 in uint8 had the length 8.
+    assert mg.norm(np.array([200], np.uint8)).item() == 200
+    assert mg.norm(np.array([[30_000], [40_000]], np.int32)).item() == 50_000
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_integers_beside_weights_take_their_dtype_and_sums_are_wide(dtype: Any) -> None:
+    # Of images of integers a convolution was float64; beside float16 it was added up in that, which stops at 2048.
+    image, weight = np.ones((1, 1, 60, 60), np.uint8), np.ones((1, 1, 60, 60), dtype)
+    for x in (image, image.astype(np.int64)):
+        y = mg.conv2d(x, mg.Tensor(weight, requires_grad=True), np.zeros(1, dtype))
+        assert (y.dtype, y.item()) == (dtype, 3600)
+        y = mg.einsum("bchw,ochw->bo", x, mg.Tensor(weight, requires_grad=True))
+        assert (y.dtype, y.item()) == (dtype, 3600)
+
+
 # -- depth, sharing, memory ---------------------------------------------------------------
 
 
