@@ -177,6 +177,7 @@ def dropout(x: Array, *, keep: Array, rate: float) -> tuple[Array, tuple[Vjp]]:
         rate: the share that is dropped, in [0, 1).
     Raises:
         ValueError: `keep` has another shape, or there is no such rate.
+        TypeError: `keep` is not boolean.
     """
     kernels = kernels_of(x)
     keep, scale = _kept("dropout", x, keep, rate)
@@ -197,6 +198,7 @@ def add_dropout(x: Array, y: Array, *, keep: Array, rate: float) -> tuple[Array,
         keep, rate: as in `dropout`.
     Raises:
         ValueError: the shapes differ, or there is no such rate.
+        TypeError: `keep` is not boolean.
     """
     if x.shape != y.shape:
         raise ValueError(f"add_dropout: x and y must have the same shape, got {x.shape} and {y.shape}")
@@ -210,6 +212,8 @@ def add_dropout(x: Array, y: Array, *, keep: Array, rate: float) -> tuple[Array,
 def _kept(name: str, x: Array, keep: Any, rate: float) -> tuple[Array, float]:
     """Return what is kept of x, and what that is multiplied by."""
     keep = xp_of(x).asarray(keep)
+    if keep.dtype != bool:
+        raise TypeError(f"{name}: keep must be boolean, True for what stays, got {keep.dtype}")
     if keep.shape != x.shape or not 0 <= rate < 1:
         raise ValueError(
             f"{name}: keep must have x's shape and rate be in [0, 1), got {keep.shape} for {x.shape} and {rate}"

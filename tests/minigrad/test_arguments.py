@@ -311,6 +311,9 @@ M = np.ones((2, 3))
             "dropout: keep must have x's shape and rate be in [0, 1)",
         ),
         (lambda: mg.dropout(M, keep=MASK[0], rate=0.5), ValueError, "got (3,) for (2, 3) and 0.5"),
+        # By bits, as it is kept: 2 would have taken a bit off what stays.
+        (lambda: mg.dropout(M, keep=2 * MASK, rate=0.5), TypeError, "keep must be boolean"),
+        (lambda: mg.add_dropout(M, M, keep=MASK.astype(np.uint8), rate=0.5), TypeError, "keep must be boolean"),
         (lambda: mg.broadcast_to(M, "ab"), TypeError, "broadcast_to: a shape is an integer, or several, got 'ab'"),
         (lambda: mg.pad(M, [1, 2]), TypeError, "pad: widths must be a pair for each axis, or one number, got [1, 2]"),
         (lambda: mg.einsum(M, M), TypeError, 'einsum is called as einsum("ij,jk->ik", a, b), got None and 2 arrays'),
