@@ -169,8 +169,11 @@ def memory_range(array: Array) -> tuple[int, int]:
             return np.lib.array_utils.byte_bounds(array)
         start: int = array.__array_interface__["data"][0]
         return start, start + array.nbytes
-    pointer = array.data.ptr  # type: ignore[attr-defined]
-    return pointer, pointer + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+    first = address(array)
+    if not array.size:
+        return first, first
+    ways = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]  # below 0 of a flipped axis
+    return first + sum(way for way in ways if way < 0), first + sum(way for way in ways if way > 0) + array.itemsize
 
 
 def round_to(out: Array, values: Array) -> None:

@@ -130,6 +130,14 @@ def test_an_in_place_change_is_noticed() -> None:
         mg.backward(y)
 
 
+def test_a_change_of_a_flipped_array_is_noticed() -> None:
+    flipped = mg.Tensor(to_device(np.arange(4.0))[::-1])
+    loss = mg.sum(mg.mul(mg.Tensor(to_device(np.ones(4)), requires_grad=True), flipped))
+    flipped.data = to_device(np.zeros(4))
+    with pytest.raises(RuntimeError, match="changed in place"):
+        mg.backward(loss)
+
+
 def test_watches_work() -> None:
     x = mg.Tensor(to_device(np.ones(2)), requires_grad=True)
     with mg.profile() as profile:

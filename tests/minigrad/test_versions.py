@@ -8,11 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import fake_cupy
 import numpy as np
 import pytest
 
 import minigrad as mg
 from minigrad import versions
+from minigrad.backend import memory_range
 from minigrad.versions import Version, tick
 
 
@@ -31,6 +33,18 @@ def test_a_change_concerns_what_it_overlaps_and_not_what_it_touches(start: int, 
     before = tick()
     version.note(memory[2:4], "w")
     assert version.since(before, memory[start:stop]) == ("w" if seen else None)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_memory_of_a_flipped_array_is_all_that_it_touches(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # From a negative stride the last element came out as the end: a range of nothing.
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    whole = np.arange(12.0).reshape(3, 4)
+    memory = whole.view(fake_cupy.ndarray) if on_gpu else whole
+    first = memory_range(memory)[0]
+    assert memory_range(memory[::-1, 1:]) == (first + 8, first + 96)
+    assert memory_range(memory[1:, ::-2]) == (first + 40, first + 96)
+    assert memory_range(memory[:0, ::-1])[0] == memory_range(memory[:0, ::-1])[1]
 
 
 def test_only_a_later_change_counts() -> None:
