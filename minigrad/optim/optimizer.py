@@ -107,7 +107,7 @@ class Optimizer:
         elif norm_over is not None:
             raise ValueError("norm_over is for clipping: give max_norm too")
         self.rule = rule
-        self.decays = decays
+        self._decaying = frozenset(filter(decays, self.params))
         self.max_norm = max_norm
         self.loss_scale = loss_scale
         self.norm_over = norm_over
@@ -236,7 +236,7 @@ class Optimizer:
     def _on_device(self, part: FlatRange, grad: Array) -> Iterator[tuple[Any, ...]]:
         """Yield a part of the memory, whose gradients are given, as a whole step takes it."""
         for piece, _, state in self._pieces[part]:
-            kinds = groupby(piece.params, lambda p: FROZEN if not p.requires_grad else int(self.decays(p)))
+            kinds = groupby(piece.params, lambda p: FROZEN if not p.requires_grad else int(p in self._decaying))
             lengths = tuple([(sum(p.size for p in run), kind) for kind, run in kinds])
             own_grad = grad[piece.start - part.start : piece.stop - part.start]
             yield piece.data, own_grad, state["m"], state["v"], piece.copy, lengths
@@ -307,7 +307,7 @@ class Optimizer:
         if known is None or known[0] != requires_grad:
             runs = [
                 (part.over_run(run), decay)
-                for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, self.decays(p)))
+                for (trainable, decay), run in groupby(part.params, lambda p: (p.requires_grad, p in self._decaying))
                 if trainable
             ]
             known = self._known_runs[part] = requires_grad, runs

@@ -169,7 +169,7 @@ class Adam(AdamW):
 
     def update(self, data: Array, grad: Array, state: dict[str, Array], *, lr: float, step: int, decay: bool) -> None:
         if decay and self.weight_decay:
-            grad = grad + self.weight_decay * data
+            grad = widened(grad) + self.weight_decay * widened(data)
         super().update(data, grad, state, lr=lr, step=step, decay=False)
 
     def whole_step(self, data: Array, max_norm: float | None, loss_scale: LossScale | None) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import minigrad as mg
 from minigrad.backend import Array
 from minigrad.kernels.common import BLOCK
-from minigrad.optim import SGD, AdamW, Optimizer, clip_by_global_norm, grad_square_sum, scale_to_norm
+from minigrad.optim import SGD, Adam, AdamW, Optimizer, clip_by_global_norm, grad_square_sum, scale_to_norm
 
 
 def make(*shapes: tuple[int, ...], dtype: Any = np.float64) -> list[mg.Parameter]:
@@ -110,6 +110,27 @@ def test_the_caller_may_choose_what_decays() -> None:
     before = second.data.copy()
     Optimizer([first, second], SGD(0.1, weight_decay=0.5), decays=lambda p: p is first).step()
     np.testing.assert_array_equal(second.data, before)
+
+
+def test_what_decays_is_asked_once() -> None:
+    # It was asked again whenever a parameter was frozen, and may have said something else by then.
+    asked: list[mg.Parameter] = []
+    first, second = params = make((2,), (2, 2))
+    optimizer = Optimizer(params, SGD(0.1, weight_decay=0.5), decays=lambda p: asked.append(p) is None)
+    for frozen in (False, True, False):
+        second.requires_grad = not frozen
+        optimizer.step()
+    assert asked == [first, second]
+
+
+def test_weight_decay_of_half_precision_is_not_rounded_away() -> None:
+    # Adam adds it to the gradient: in float16, where 1e-8 is 0.
+    (w,) = make((2, 2), dtype=np.float16)
+    w.data = np.full((2, 2), 1e-3)
+    optimizer = Optimizer([w], Adam(0.1, weight_decay=1e-5))
+    optimizer.step()
+    state = dict(optimizer.state_arrays())
+    np.testing.assert_allclose(state[f"m/{w.name}"], 1e-9, rtol=1e-2)
 
 
 def test_the_learning_rate_may_be_a_function_of_the_step() -> None:
