@@ -104,9 +104,14 @@ def test_attention_without_causal_has_larger_blocks_and_keeps_a_mask_to_compute_
 def test_attention_over_several_blocks_never_has_all_scores_at_a_time() -> None:
     qkv = leaf(sample(4, 256, 24), np.float32)
     scores = 4 * 4 * 256 * 256 * 4
+
+    def step() -> None:
+        y = mg.causal_attention(qkv, num_heads=4)
+        mg.backward_with_grad(y, y.data)
+
+    step()  # the first one may compile kernels, which takes as much
     tracemalloc.start()
-    y = mg.causal_attention(qkv, num_heads=4)
-    mg.backward_with_grad(y, y.data)
+    step()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < scores / 4
