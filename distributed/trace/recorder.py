@@ -89,9 +89,11 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-        self._look()
-        self._under_way.clear()
-        self._is_on = False
+        try:
+            self._look()
+        finally:  # of work that failed
+            self._under_way.clear()
+            self._is_on = False
 
     def enter(self, category: str, *what: object) -> None:
         """Note that this rank now does something else; `what` becomes the event's name."""
@@ -119,10 +121,12 @@ class Recorder:
         """
         before = self._state
         self.enter(category, *what)
-        yield
-        self.leave()
-        if before is not None:
-            self.enter(before[1], before[0])
+        try:
+            yield
+        finally:
+            self.leave()
+            if before is not None:
+                self.enter(before[1], before[0])
 
     def watch(self, category: str, what: object, launch: Callable[[], Work], *, nbytes: int | None = None) -> Work:
         """Launch work, and note how long it is under way.

@@ -292,6 +292,25 @@ def test_a_span_gives_back_what_was_done_before():
     assert len(recorder.notes) == 4
 
 
+def test_a_recording_ends_where_work_has_failed():
+    # What ended the step made the look for its messages raise too: the recorder stayed on, and noted all steps to come.
+    class Failed(Later):
+        def test(self):
+            raise ConnectionError("the other rank is gone")
+
+    def step():
+        with recorder:
+            recorder.watch("bucket", "0", Failed)
+            with recorder.span("wait", "counts"):
+                raise KeyError
+
+    recorder = Recorder(first=("compute", "forward"))
+    with pytest.raises(ConnectionError):
+        step()
+    assert not recorder.is_on
+    assert [note.name for note in recorder.notes] == ["forward", "counts", "forward"]
+
+
 FORWARD, BACKWARD, OPTIMIZER = (("compute", name) for name in ("forward", "backward", "optimizer"))
 
 
