@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from minigrad.backend import Array, place, to_host, xp_of
+from minigrad.backend import Array, beside, to_host
 from minigrad.models.generation import Reader, Sampling, go_on
 from minigrad.tensor import Tensor
 from pipeline.runtime.local_stages import LocalStages
@@ -52,8 +52,7 @@ class PipelineReader(Reader):
             output = None
             if owner == self._comm.rank:
                 stage = self._stages[stage_id]
-                device = "cpu" if xp_of(stage.parameters()[0].data).__name__ == "numpy" else "cuda"
-                arrived = window if stage_id == 0 else Tensor(place(passed, device))
+                arrived = window if stage_id == 0 else Tensor(beside(stage.parameters()[0].data, passed))
                 output = to_host(self.through(stage, arrived, start).data)
             passed = self._comm.broadcast_object(output, root=owner)
         return passed[0, 0]

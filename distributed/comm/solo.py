@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS, PORTABLE_MAX_TAG, Communicator
-from distributed.comm.reduction import ReduceOp, round_to
+from distributed.comm.reduction import ReduceOp
 from distributed.comm.transfer import as_bytes, unpack
 from distributed.comm.work import Array, CompletedWork, Work
+from minigrad.backend import round_to
 
 
 class SoloCommunicator(Communicator):

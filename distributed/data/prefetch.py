@@ -1,7 +1,9 @@
 """Batches on a GPU before they are asked for: copied from pinned memory beside the step before.
 
-compute      | step 0 ......... | step 1 ......... |
-copies         batch 1 |          batch 2 |              a stream of its own, two places in turn
+    compute      | step 0 ......... | step 1 ......... |
+    copies         batch 1 |          batch 2 |              a stream of its own, two places in turn
+
+A place is filled again when the step that reads it is over.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ NUM_LINES = 20  # at most, where there is no bar
 class Progress:
     """Show step, loss, speed and the time left, as a bar or as at most 20 lines.
 
-    with Progress(first_step, num_steps, look="auto") as progress:
-        for step in range(first_step, num_steps):
-            ...
-            progress.update(f"loss {loss:.3f}")
+        with Progress(first_step, num_steps, look="auto") as progress:
+            for step in range(first_step, num_steps):
+                ...
+                progress.update(f"loss {loss:.3f}")
 
     Args:
         first_step: steps that were done before, by the run that is resumed.

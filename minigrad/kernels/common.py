@@ -31,7 +31,7 @@ def half_in_float32(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put(c: Array, out: Array, add: bool) -> Array:
-    """Write c into `out`, or add it."""
+    """Write c into `out`, or add it: the end of a gradient of weights, for example."""
     if add and out.dtype == c.dtype:
         out += c
     else:

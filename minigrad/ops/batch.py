@@ -12,7 +12,8 @@ from collections.abc import Callable
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp, WeightVjp
 from minigrad.backend import Array, widened, xp_of
-from minigrad.ops.operands import in_floats, put
+from minigrad.kernels.common import put
+from minigrad.ops.operands import in_floats
 
 Gather = Callable[[Array], Array]  # (n,) -> (num_parts, n): that of each part of the batch, alike for all of them
 

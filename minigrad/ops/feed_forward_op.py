@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp, WeightVjp
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.ops.operands import fit_one, given_beside, in_floating_dtype, in_floats, pass_on
+from minigrad.ops.operands import as_rows, fit_one, given_beside, in_floating_dtype, in_floats, pass_on
 
 
 @op
@@ -41,9 +40,9 @@ def feed_forward(
     given = x
     besides = given_beside("feed_forward", beside, (*x.shape[:-1], *m))
     x, w1, b1, w2, b2, *besides = in_floating_dtype(x, w1, b1, w2, b2, *besides)
-    kernels, rows, shape = kernels_of(x, w1, b1, w2, b2, *besides), _rows(x), x.shape
+    kernels, rows, shape = kernels_of(x, w1, b1, w2, b2, *besides), as_rows(x), x.shape
     wide, kept = kernels.linear_gelu(rows, w1, b1, exact)
-    y = kernels.linear(wide, w2, b2, *map(_rows, besides)).reshape(*shape[:-1], w2.shape[1])
+    y = kernels.linear(wide, w2, b2, *map(as_rows, besides)).reshape(*shape[:-1], w2.shape[1])
     del wide
     middle: tuple[Any, ...] = (None,)  # of the backward, once a vjp has made them: g, gelu(h), dh, parts of db1
 
@@ -52,7 +51,7 @@ def feed_forward(
         if middle[0] is not g:
             if kept is None:  # a cotangent before this one has used it up
                 kept = kernels.linear_gelu(rows, w1, b1, exact)[1]
-            middle = g, *kernels.linear_gelu_back(_rows(g), w2, kept, exact)
+            middle = g, *kernels.linear_gelu_back(as_rows(g), w2, kept, exact)
             kept = None
         return middle[1:]
 
@@ -70,10 +69,10 @@ def feed_forward(
             kernels.sum_parts(parts, out, add)
 
     def write_dw2(g: Array, out: Array, add: bool) -> None:
-        kernels.product(back(g)[0].T, _rows(g), out, add)
+        kernels.product(back(g)[0].T, as_rows(g), out, add)
 
     def write_db2(g: Array, out: Array, add: bool) -> None:
-        kernels.column_sum(_rows(g), out, add)
+        kernels.column_sum(as_rows(g), out, add)
 
     return y, (
         fit_one(given, vjp_x),
@@ -83,8 +82,3 @@ def feed_forward(
         WeightVjp(b2, write_db2),
         *[fit_one(other, pass_on) for other in besides],
     )
-
-
-def _rows(x: Array) -> Array:
-    """Return x as one matrix: all axes but the last become one."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import Vjp, WeightVjp
 from minigrad.backend import Array
 from minigrad.kernels import kernels_of
-from minigrad.ops.operands import fit, fit_one, given_beside, in_floating_dtype, pass_on, product, unbroadcast
+from minigrad.ops.operands import as_rows, fit, fit_one, given_beside, in_floating_dtype, pass_on, product, unbroadcast
 
 
 @op
@@ -42,7 +40,7 @@ def matmul(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     def vjp_b(g: Array) -> Array:
         g = g.reshape(shape_full)
         if len(shape_right) == 2:  # one product over all rows, not one a stack to be summed
-            return product(_rows(left).T, _rows(g)).reshape(shape_b)
+            return product(as_rows(left).T, as_rows(g)).reshape(shape_b)
         return unbroadcast(product(left.swapaxes(-1, -2), g), shape_right).reshape(shape_b)
 
     if a.dtype == b.dtype:
@@ -64,16 +62,16 @@ def linear(x: Array, w: Array, b: Array, beside: Array | None = None) -> tuple[A
     if w.ndim != 2 or x.shape[-1:] != w.shape[:1] or b.shape != w.shape[1:]:
         raise ValueError(f"linear: x (..., n), w (n, m) and b (m,) do not fit, got {x.shape}, {w.shape} and {b.shape}")
     x, w, b, *besides = in_floating_dtype(x, w, b, *given_beside("linear", beside, (*x.shape[:-1], w.shape[1])))
-    kernels, rows = kernels_of(x, w, b, *besides), _rows(x)
+    kernels, rows = kernels_of(x, w, b, *besides), as_rows(x)
 
     def write_dw(g: Array, out: Array, add: bool) -> None:
-        kernels.product(rows.T, _rows(g), out, add)
+        kernels.product(rows.T, as_rows(g), out, add)
 
     def write_db(g: Array, out: Array, add: bool) -> None:
-        kernels.column_sum(_rows(g), out, add)
+        kernels.column_sum(as_rows(g), out, add)
 
-    return kernels.linear(rows, w, b, *map(_rows, besides)).reshape(*x.shape[:-1], w.shape[1]), (
-        fit_one(x, lambda g: kernels.product(_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
+    return kernels.linear(rows, w, b, *map(as_rows, besides)).reshape(*x.shape[:-1], w.shape[1]), (
+        fit_one(x, lambda g: kernels.product(as_rows(g), w.T).reshape(*g.shape[:-1], len(w))),
         WeightVjp(w, write_dw),
         WeightVjp(b, write_db),
         *[fit_one(other, pass_on) for other in besides],
@@ -94,20 +92,15 @@ def unembed(x: Array, table: Array) -> tuple[Array, tuple[Vjp, Vjp]]:
     if table.ndim != 2 or x.shape[-1:] != table.shape[1:]:
         raise ValueError(f"unembed: x (..., n) and table (V, n) do not fit, got {x.shape} and {table.shape}")
     x, table = in_floating_dtype(x, table)
-    kernels, rows = kernels_of(x, table), _rows(x)
+    kernels, rows = kernels_of(x, table), as_rows(x)
 
     def write_dtable(g: Array, out: Array, add: bool) -> None:
-        kernels.product(_rows(g).T, rows, out, add)
+        kernels.product(as_rows(g).T, rows, out, add)
 
     return kernels.product(rows, table.T).reshape(*x.shape[:-1], len(table)), (
-        fit_one(x, lambda g: kernels.product(_rows(g), table).reshape(x.shape)),
+        fit_one(x, lambda g: kernels.product(as_rows(g), table).reshape(x.shape)),
         WeightVjp(table, write_dtable),
     )
-
-
-def _rows(x: Array) -> Array:
-    """Return x as one matrix: all axes but the last become one."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 @op

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from minigrad.autodiff.tape import op
 from minigrad.autodiff.vjps import AddingVjp, Vjp, WeightVjp
 from minigrad.backend import Array, xp_of
 from minigrad.kernels import kernels_of
-from minigrad.ops.operands import axes_of, fit, in_floating_dtype, in_floats, put
+from minigrad.kernels.common import put
+from minigrad.ops.operands import as_rows, axes_of, fit, in_floating_dtype, in_floats
 
 NORM_EPS = 1e-5
 
@@ -61,27 +61,27 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = NORM_EPS) -> 
         raise ValueError(
             f"layer_norm: x (..., n), gain (n,) and bias (n,) do not fit, got {x.shape}, {gain.shape} and {bias.shape}"
         )
-    kernels, rows, shape = kernels_of(x, gain, bias), _rows(x), x.shape
+    kernels, rows, shape = kernels_of(x, gain, bias), as_rows(x), x.shape
     y, mean, inverse = kernels.layer_norm(rows, gain, bias, eps)
 
     parts: list[Array | None] = [None, None]  # of dgain and dbias, if the pass that gives dx makes them
 
     def vjp_x(g: Array, have: Array | None) -> Array:
-        beside = None if have is None else _rows(have)
-        dx, *parts[:] = kernels.layer_norm_back(_rows(g), rows, mean, inverse, gain, beside)
+        beside = None if have is None else as_rows(have)
+        dx, *parts[:] = kernels.layer_norm_back(as_rows(g), rows, mean, inverse, gain, beside)
         return dx.reshape(shape)
 
     def write_dgain(g: Array, out: Array, add: bool) -> None:
         if parts[0] is not None:
             kernels.sum_parts(parts[0], out, add)
         else:
-            put(kernels.layer_norm_dgain(_rows(g), rows, mean, inverse), out, add)
+            put(kernels.layer_norm_dgain(as_rows(g), rows, mean, inverse), out, add)
 
     def write_dbias(g: Array, out: Array, add: bool) -> None:
         if parts[1] is not None:
             kernels.sum_parts(parts[1], out, add)
         else:
-            kernels.column_sum(_rows(g), out, add)
+            kernels.column_sum(as_rows(g), out, add)
 
     return y.reshape(shape), (
         AddingVjp(vjp_x),
@@ -92,7 +92,7 @@ def layer_norm(x: Array, gain: Array, bias: Array, *, eps: float = NORM_EPS) -> 
 
 @op
 @in_floats
-def rms_norm(x: Array, gain: Array, *, eps: float = 1e-5) -> tuple[Array, tuple[Vjp, Vjp]]:
+def rms_norm(x: Array, gain: Array, *, eps: float = NORM_EPS) -> tuple[Array, tuple[Vjp, Vjp]]:
     """Scale the last axis to mean square 1: y = h gain, h = x / sqrt(mean(x^2) + eps).
 
     With t = g gain: dx = (t - h mean(t h)) / sqrt(mean(x^2) + eps); dgain = sum(g h).
@@ -105,21 +105,16 @@ def rms_norm(x: Array, gain: Array, *, eps: float = 1e-5) -> tuple[Array, tuple[
     """
     if not x.shape[-1:] == gain.shape != ():
         raise ValueError(f"rms_norm: x (..., n) and gain (n,) do not fit, got {x.shape} and {gain.shape}")
-    kernels, rows, shape = kernels_of(x, gain), _rows(x), x.shape
+    kernels, rows, shape = kernels_of(x, gain), as_rows(x), x.shape
     y, inverse = kernels.rms_norm(rows, gain, eps)
 
     def vjp_x(g: Array) -> Array:
-        return kernels.rms_norm_dx(_rows(g), rows, inverse, gain).reshape(shape)
+        return kernels.rms_norm_dx(as_rows(g), rows, inverse, gain).reshape(shape)
 
     def write_dgain(g: Array, out: Array, add: bool) -> None:
-        put(kernels.rms_norm_dgain(_rows(g), rows, inverse), out, add)
+        put(kernels.rms_norm_dgain(as_rows(g), rows, inverse), out, add)
 
     return y.reshape(shape), (vjp_x, WeightVjp(gain, write_dgain))
-
-
-def _rows(x: Array) -> Array:
-    """Return x as one matrix: all axes but the last become one."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _axis_of_some(name: str, x: Array, axis: int) -> int:
@@ -132,7 +127,7 @@ def _axis_of_some(name: str, x: Array, axis: int) -> int:
 
 def _along_rows(x: Array, axis: int) -> Array:
     """Return x as a matrix with `axis` along its rows."""
-    return _rows(xp_of(x).moveaxis(x, axis, -1))
+    return as_rows(xp_of(x).moveaxis(x, axis, -1))
 
 
 def _back_from_rows(rows: Array, shape: tuple[int, ...], axis: int) -> Array:

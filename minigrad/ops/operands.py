@@ -7,6 +7,7 @@ takes its dtype, where NumPy would widen float32 to float64, and half precision 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -136,14 +137,14 @@ def add_up(x: Array, *, axis: Axis = None, keepdims: bool = False) -> Array:
     return x.sum(axis=axis, keepdims=keepdims)
 
 
+def as_rows(x: Array) -> Array:
+    """Return x as one matrix: all axes but the last become one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def product(a: Array, b: Array) -> Array:
     """Multiply matrices, or stacks of them."""
     return kernels_of(a, b).product(a, b)
-
-
-def put(c: Array, out: Array, add: bool) -> None:
-    """Write c into `out`, or add it: the end of a `WeightVjp`."""
-    out[...] = out + c if add else c
 
 
 def select(condition: Array, a: Any, b: Any, dtype: np.dtype[Any]) -> Array:

@@ -1,8 +1,10 @@
 """How long each layer of a model takes, for a cut into stages by measured time.
 
-seconds = layer_seconds(gpt.layers(config), x, comm)
-specs = cut_by_weights([name for name, _ in layers], seconds, num_stages)
-stages = PipelineStage.of(layers, comm, schedule, specs=specs)
+    seconds = layer_seconds(gpt.layers(config), x, comm)
+    specs = cut_by_weights([name for name, _ in layers], seconds, num_stages)
+    stages = PipelineStage.of(layers, comm, schedule, specs=specs)
+
+One micro-batch goes through the whole model: each layer gets what those before it have made of it.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def _run(layer: Any, x: Array, given: Mapping[str, Array]) -> tuple[float, Array
     """
 
     def leaf_of(array: Array) -> Any:
-        return Tensor(array, requires_grad=True) if array.dtype.kind == "f" else array
+        return Tensor(array, requires_grad=True) if array.dtype.kind not in "iub" else array
 
     leaf, leaves = leaf_of(x), {name: leaf_of(array) for name, array in given.items()}
     start = time.perf_counter()

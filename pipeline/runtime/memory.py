@@ -1,7 +1,7 @@
 """What a stage keeps in bytes: measured once, by one micro-batch through the whole model in one process.
 
-kept = stage_bytes(layers, x, num_stages=4, loss_fn=lambda out: mg.cross_entropy(out, y), rule=AdamW(lr=1e-3))
-print(rank_bytes(kept, SCHEDULES["1f1b"], num_ranks=4, num_microbatches=8))
+    kept = stage_bytes(layers, x, num_stages=4, loss_fn=lambda out: mg.cross_entropy(out, y), rule=AdamW(lr=1e-3))
+    print(rank_bytes(kept, SCHEDULES["1f1b"], num_ranks=4, num_microbatches=8))
 
 NumPy tells tracemalloc of each array, so what is counted is what is there, whatever ops keep. (Arrays of a GPU are not
 seen.) Dropout masks, recomputation and casts are in it; the arrays of a data loader are not.
