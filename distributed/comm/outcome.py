@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -126,19 +127,28 @@ def lose(why: str) -> NoReturn:
 
     Without one, end this process, which ends the job.
     """
-    if job_folder() is not None:
-        sys.stdout.flush()
-        os.write(2, f"\n{LOST}{why}\n".encode())
+    has_launcher = job_folder() is not None
+    words = f"\n{LOST}{why}" if has_launcher else f"{why}: `python -m distributed.recovery` would start the job again"
+    last_words(f"{words}\n")
+    if has_launcher:
         time.sleep(_GIVEN_UP_SECONDS)
-    else:
-        os.write(2, f"{why}: `python -m distributed.recovery` would start the job again\n".encode())
     end_now()
+
+
+def last_words(words: str) -> None:
+    """Write out what this process has printed, and `words` to stderr, before it ends.
+
+    What cannot be written, as the reader is gone or the disk is full, is lost: other ranks must not wait for that.
+    """
+    for stream, text in ((sys.stdout, ""), (sys.stderr, words)):
+        with suppress(Exception):
+            stream.write(text)
+            stream.flush()
 
 
 def end_now() -> NoReturn:
     """End this process without anybody's farewell."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    last_words("")
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 

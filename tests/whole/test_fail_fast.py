@@ -187,6 +187,22 @@ def test_an_abort_that_blocks_is_cut_off(job):
     assert "[rank 3] ValueError: boom" in result.stderr
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_that_nobody_takes_keeps_no_rank_waiting(job, stream):
+    # A flush of what is closed, or of a full disk, raised in the hook: the rank ended by itself, and all others waited.
+    source = f"""
+        import os, sys
+        from distributed.comm.mpi.abort import JobEnd
+
+        JobEnd(3, lambda status: os._exit(40 + status)).on_uncaught_exception()
+        sys.{stream}.close()
+        raise ValueError("boom")
+    """
+    result = job(source, ranks=None)
+    assert result.returncode == 41
+    assert ("[rank 3] ValueError: boom" in result.stderr) == (stream == "stdout")
+
+
 @needs_mpirun
 def test_a_test_that_fails_on_one_rank_ends_the_test_run(job):
     source = """

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from distributed.comm.outcome import job_folder, lose
+from distributed.comm.outcome import job_folder, last_words, lose
 
 
 class JobEnd:
@@ -43,9 +43,7 @@ class JobEnd:
     def __call__(self, message: str, status: int = 1) -> NoReturn:
         """Print the message, each line after this rank, and end every rank."""
         prefix = f"[rank {self._rank}] "
-        sys.stdout.flush()
-        sys.stderr.write("".join(f"{prefix}{line}\n" for line in message.splitlines()))
-        sys.stderr.flush()
+        last_words("".join(f"{prefix}{line}\n" for line in message.splitlines()))
         watchdog = threading.Timer(self._limit_seconds, os._exit, (status,))
         watchdog.daemon = True
         watchdog.start()
