@@ -20,6 +20,7 @@ from minigrad.backend import Array, is_half, xp_of
 from minigrad.kernels import kernels_of
 
 Axis = int | tuple[int, ...] | None
+_FLOAT64 = np.dtype(np.float64)
 
 
 def pair(name: str, a: Any, b: Any) -> tuple[Any, Any]:
@@ -58,6 +59,11 @@ def in_floating_dtype(*arrays: Array) -> list[Array]:
 def _all_floating(arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Array]:
     """Return the arrays, those of integers or booleans in `dtype`."""
     return [x.astype(dtype) if x.dtype.kind in "iub" else x for x in arrays]
+
+
+def _is_of_integers(x: Any) -> bool:
+    """Return whether an array is of integers or booleans; a number has no dtype, and its op says what is wrong."""
+    return getattr(x, "dtype", _FLOAT64).kind in "iub"
 
 
 def check_broadcast(name: str, a: Array, b: Array) -> None:
@@ -160,9 +166,8 @@ def in_floats(function: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple
 
     @functools.wraps(function)
     def floating(*arrays: Array, **kwargs: Any) -> tuple[Array, Any]:
-        for x in arrays:
-            if x.dtype.kind in "iub":
-                return function(*_all_floating(in_floating_dtype(*arrays), np.dtype(np.float64)), **kwargs)
+        if any(map(_is_of_integers, arrays)):
+            arrays = tuple(_all_floating(in_floating_dtype(*arrays), _FLOAT64))
         return function(*arrays, **kwargs)
 
     return floating
@@ -176,7 +181,7 @@ def half_in_float32(function: Callable[..., tuple[Array, Any]]) -> Callable[...,
 
     @functools.wraps(function)
     def wide(*arrays: Array, **kwargs: Any) -> tuple[Array, Any]:
-        if len(arrays) > 1:
+        if len(arrays) > 1 and any(map(_is_of_integers, arrays)):
             arrays = tuple(in_floating_dtype(*arrays))
         dtype = arrays[0].dtype
         if not is_half(dtype) or any(x.dtype != dtype for x in arrays):
