@@ -129,7 +129,7 @@ MODULE = {
     "dtype": "p.dtype of a parameter",
 }
 
-GROUPS = "minigrad.param_groups.Groups(rule_of_others, Group(params, rule), ...)"
+GROUPS = "minigrad.optim.Groups(rule_of_others, minigrad.optim.Group(params, rule), ...)"
 
 # Attributes of an optimizer.
 OPTIMIZER = {

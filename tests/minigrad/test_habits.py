@@ -15,7 +15,6 @@ import distributed.checkpoint
 import distributed.data
 import minigrad as mg
 import minigrad.cuda_graph
-import minigrad.param_groups
 import minigrad.precision
 from minigrad import habits, nn, optim
 

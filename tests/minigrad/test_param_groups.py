@@ -96,9 +96,9 @@ def test_what_is_no_group_or_in_two_is_refused():
         Optimizer([a, d], Groups(SGD(1.0), Group([d], Muon(0.1, chooses=lambda p: True))))
     with pytest.raises(TypeError, match=r"Groups takes a rule and then Group\(params, rule\) each, got dict"):
         Groups(SGD(1.0), {"params": [a], "lr": 0.1})
-    with pytest.raises(TypeError, match=r"got a dict; groups are the rule's: write minigrad\.param_groups\.Groups\("):
+    with pytest.raises(TypeError, match=r"got a dict; groups are the rule's: write minigrad\.optim\.Groups\("):
         Optimizer([{"params": [a]}, {"params": [b], "lr": 0.1}], SGD(1.0))
-    with pytest.raises(TypeError, match=r"AdamW takes a learning rate, .*: write minigrad\.param_groups\.Groups\("):
+    with pytest.raises(TypeError, match=r"AdamW takes a learning rate, .*: write minigrad\.optim\.Groups\("):
         AdamW([{"params": [a]}])
     with pytest.raises(TypeError, match="give it to an Optimizer"):
         Groups(SGD(1.0)).init(a.data)

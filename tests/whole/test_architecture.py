@@ -66,8 +66,6 @@ RULES = {
             "minigrad.kernels",
             "minigrad.autodiff.mode",  # what a captured step runs inside of
             "minigrad.optim",
-            "minigrad.optim.muon",  # two addresses of before there was a room
-            "minigrad.optim.param_groups",
         },
         "minigrad.flat -> minigrad.autodiff.tape",
     ),
