@@ -162,6 +162,8 @@ class Saving:
         ranks = sorted({part.rank for stored in self._manifest.tensors.values() for part in stored.parts})
         parts = [_part(self._unfinished, rank) for rank in ranks]
         while missing := [part.name for part in parts if not part.exists()]:
+            if self._arrays and _part(self._unfinished, self._rank).name in missing:
+                raise CheckpointError(f"somebody has removed what was written in {self._unfinished}")
             if self._cancelled.wait(POLL_SECONDS):
                 return False
             if time.monotonic() > self._all_seen_by:

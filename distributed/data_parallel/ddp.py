@@ -67,7 +67,8 @@ class DistributedDataParallel:
         zero: what ranks share out among them and no longer hold each: 0 nothing, 1 the optimizer's state, 2 that and
             gradients; see `zero/sharded.py`. Make the optimizer by `ddp.optimizer(rule)`. One rank alone has all, as
             with 0.
-        whole: which parameters no shard cuts: with zero, what a rule needs whole, such as `optim.muon.is_hidden_matrix`.
+        whole: which parameters no shard cuts: with zero, what a rule needs whole, such as `is_hidden_matrix` of
+            `minigrad.optim.muon`.
         step_early: let `wait` return, and a step begin, before all buckets are there; the next forward waits only for
             the layers that it needs: see `buckets/early.py`. Make the optimizer by `ddp.optimizer(rule)`.
         sums: "exact" adds gradients, norm and mean up so that every layout with the same micro-batches has the same

@@ -314,6 +314,21 @@ def test_without_locks_it_runs_with_a_warning(
     assert line.startswith("warning: the file system of run has no locks (Function not implemented)")
 
 
+def test_whoever_waited_for_a_folder_has_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The last owner removes the file that is locked: who had opened it before held a lock that nobody else could see.
+    first = RunFolder("run")
+
+    def leave(_: float) -> None:
+        first.close()
+
+    monkeypatch.setattr(time, "sleep", leave)
+    second = RunFolder("run", patient=True)
+    with pytest.raises(ValueError, match="run is being run by process"):
+        RunFolder("run")
+    second.close()
+    RunFolder("run").close()
+
+
 def test_two_runs_of_one_second_have_folders_of_their_own() -> None:
     settings = replace(SETTINGS, run=None)
     runs = [Run(settings, SoloCommunicator()) for _ in range(3)]
