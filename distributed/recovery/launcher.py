@@ -48,8 +48,9 @@ class Launcher:
         self._command = command
         self._environment = environment
         self._say = say
-        self._job: subprocess.Popen[bytes] | None = None
+        self._job: subprocess.Popen[bytes] | None = None  # while it runs
         self._is_asked_to_end = False
+        self._undelivered: int | None = None  # a signal that came while none ran
         self._why: str | None = None  # the ranks' own words, of a job that is lost
 
     def run(self) -> int:
@@ -103,6 +104,8 @@ class Launcher:
             start_new_session=True,  # so that a terminal's Ctrl-C reaches it once, through this process
             preexec_fn=die_with_parent,
         )
+        if self._undelivered is not None:
+            job.send_signal(self._undelivered)
         assert job.stderr is not None
         stderr = threading.Thread(target=pass_on, args=(job.stderr.fileno(), sys.stderr.buffer, lose), daemon=True)
         stderr.start()
@@ -116,6 +119,7 @@ class Launcher:
                 time.sleep(_LAST_WORDS_SECONDS)
                 job.kill()  # its ranks die with it: see `die_with_parent`
                 job.wait()
+        self._job = None
         stderr.join(_SILENCE_SECONDS)
         job.stderr.close()
         return job.returncode
@@ -127,7 +131,9 @@ class Launcher:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._is_asked_to_end = True
-        if self._job is not None:
+        if self._job is None:
+            self._undelivered = number  # the next one gets it
+        else:
             self._job.send_signal(number)
 
 

@@ -111,6 +111,15 @@ def test_a_signal_that_asked_for_the_end_is_one(tmp_path, code):
     assert launch(tmp_path, f"sys.exit({code})") == (code, 1, [])
 
 
+def test_a_signal_between_two_jobs_ends_the_second(tmp_path):
+    # It was sent to the job that had ended, and the next one ran on.
+    fake = tmp_path / "mpirun"
+    fake.write_text(f"#!{sys.executable} -I\n{JOB}number or die(); time.sleep(5)")
+    fake.chmod(0o755)
+    code = Launcher([str(fake)], dict(os.environ), lambda _: os.kill(os.getpid(), signal.SIGTERM)).run()
+    assert code == -signal.SIGTERM
+
+
 def test_ranks_say_that_they_are_lost_and_why(tmp_path, capfd):
     code, starts, said = launch(tmp_path, "number or lose('new ranks did not start')")
     assert (code, starts) == (0, 2)
