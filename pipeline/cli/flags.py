@@ -122,10 +122,12 @@ def counts(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     if not dots:
         return [count(part) for part in text.split(",")]
-    numbers = list(range(count(first), count(last) + 1))
+    numbers = range(count(first), count(last) + 1)
+    if numbers and numbers[-1] > MOST_ACTIONS:  # before there is a list of them
+        raise argparse.ArgumentTypeError(f"must go to {MOST_ACTIONS:,} at most, got {shortened(text)!r}")
     if not numbers:
-        raise argparse.ArgumentTypeError(f"must go from a number to a larger one, got {text!r}")
-    return numbers
+        raise argparse.ArgumentTypeError(f"must go from a number to a larger one, got {shortened(text)!r}")
+    return list(numbers)
 
 
 def check_length(flag: str, value: Numbers, count: int, of_what: str) -> None:

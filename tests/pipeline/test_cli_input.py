@@ -74,6 +74,7 @@ ARGUMENTS = [
     (["check", "gpipe", "--stages", "1" + "0" * 12], f"must make at most {MOST_ACTIONS:,} actions"),
     (["compare", "--ranks", "1" + "0" * 12], f"must make at most {MOST_ACTIONS:,} actions"),
     (["check", "gpipe", "--dp", "1" + "0" * 12], f"must make at most {MOST_ACTIONS:,} actions"),
+    (["sweep", "gpipe", "--microbatches", "2..1" + "0" * 12], f"--microbatches: must go to {MOST_ACTIONS:,} at most"),
     (["verify", "mlp", "--microbatches", "1" + "0" * 12], "must make at most"),
     (["dump", "gpipe", "--stages", "9" * 5000], "must be a whole number of at least 1, got '999"),
     (["dump", "gpipe", "--stages", "nan"], "must be a whole number of at least 1, got 'nan'"),
