@@ -63,15 +63,24 @@ class RunFolder:
             made = path is None or not self.path.exists()
             if path is None:
                 self.path = _make_new(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / PID, os.O_RDWR | os.O_CREAT, 0o666)
-            self._take_lock(lock, PATIENCE_SECONDS if patient else 0.0)
+            lock = self._locked(PATIENCE_SECONDS if patient else 0.0)
             (self.path / PID).write_text(f"{os.getpid()}\n")
             self.close = weakref.finalize(self, _leave, self.path, lock, made)
         except OSError as error:
             raise ValueError(
                 f"--run must be a folder that can be written to, got {self.path}: {error.strerror}"
             ) from error
+
+    def _locked(self, seconds: float) -> int:
+        """Return the open `pid` file, locked: the one that is there, not one that its last owner has removed."""
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / PID, os.O_RDWR | os.O_CREAT, 0o666)
+            self._take_lock(lock, seconds)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(self.path / PID)):
+                    return lock
+            os.close(lock)
 
     def _take_lock(self, lock: int, seconds: float) -> None:
         try:

@@ -35,11 +35,7 @@ def parse(text: str) -> list[list[Action]]:
         ScheduleError: a cell is no action; the grid is drawn with the cell marked.
     """
     kinds = ", ".join(kind.value for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))  # `lower` adds the others
-    try:
-        table = list(csv.reader(text.strip().splitlines()))
-    except csv.Error as error:
-        raise ScheduleError(f"a schedule must be a table of cells with commas between: {error}") from None
-    rows = [[_shortened(cell.strip()) for cell in row if cell.strip()] for row in table]
+    rows = [[cell for cell in row if cell] for row in cells_of(text)]
     orders: list[list[Action]] = []
     for rank, row in enumerate(rows):
         orders.append([])
@@ -55,6 +51,18 @@ def parse(text: str) -> list[list[Action]]:
                     f"{rule}; got {cell!r} on rank {rank}\n{draw_order(rows, [(rank, index)])}", [(rank, index)]
                 ) from None
     return orders
+
+
+def cells_of(text: str) -> list[list[str]]:
+    """Return the cells of a table, row by row, without the spaces around them.
+
+    Raises:
+        ScheduleError: it is no table.
+    """
+    try:
+        return [[_shortened(cell.strip()) for cell in row] for row in csv.reader(text.strip().splitlines())]
+    except csv.Error as error:
+        raise ScheduleError(f"a schedule must be a table of cells with commas between: {error}") from None
 
 
 def _shortened(cell: str) -> str:

@@ -1,9 +1,11 @@
 """A recorded step as a Timeline, beside the one that the simulator predicts from its times.
 
-with pipe.recorder:
-    pipe.step(x, y)
-measured = timeline(pipe.recorder.gather(comm))
-print(compare(predict(measured), measured))
+    with pipe.recorder:
+        pipe.step(x, y)
+    measured = timeline(pipe.recorder.gather(comm))
+    print(compare(predict(measured), measured))
+
+Nothing here knows the recorder: an event is a plain row.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ since it follows from the order.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Sequence
 
 from pipeline.schedules.action import Action, Kind, ScheduleError, pair
+from pipeline.schedules.csv_file import cells_of
 
 _THERE = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _HERE = {letter: kind for kind, letter in _THERE.items()}
@@ -41,11 +41,11 @@ def parse_torch(text: str) -> list[list[Action]]:
     """Read the orders of such a file; nothing but the cells is checked.
 
     Raises:
-        ScheduleError: a cell is nothing that PyTorch writes.
+        ScheduleError: a cell is nothing that PyTorch writes, or it is no table.
     """
     return [
-        [action for index, cell in enumerate(row) for action in _read(cell.strip(), rank, index)]
-        for rank, row in enumerate(csv.reader(text.strip().splitlines()))
+        [action for index, cell in enumerate(row) for action in _read(cell, rank, index)]
+        for rank, row in enumerate(cells_of(text))
     ]
 
 

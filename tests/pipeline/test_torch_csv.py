@@ -34,6 +34,17 @@ def test_a_wrong_cell_is_named(cell):
     assert caught.value.cells == ((1, 1),)
 
 
+def test_what_is_no_table_is_one_line(tmp_path, capsys):
+    # The reader's own error came through, with its traceback; and a cell was shown whole, however long.
+    path = tmp_path / "theirs.csv"
+    for text, said in [("0" * 200_000, "a schedule must be a table of cells"), ("0F" + "1" * 5000, "got '0F111")]:
+        path.write_text(text)
+        assert main(["dump", str(path), "--from", "torch"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+        assert len(line) < 400
+
+
 def test_communication_is_not_written():
     from pipeline import lower
 
