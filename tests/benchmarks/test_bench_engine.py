@@ -54,7 +54,7 @@ def test_a_job_that_ends_says_which(capfd: pytest.CaptureFixture[str]) -> None:
 def test_jobs_take_turns_in_every_round() -> None:
     seconds = interleave({"bare": ("chain", "numpy"), "ours": ("chain", "minigrad")}, num_rounds=2, num_turns=2)
     assert {name: len(values) for name, values in seconds.items()} == {"bare": 4, "ours": 4}
-    assert all(0 < bare < ours for bare, ours in zip(seconds["bare"], seconds["ours"], strict=True))
+    assert 0 < min(seconds["bare"]) < min(seconds["ours"])  # of a turn that nobody disturbed
 
 
 @pytest.mark.parametrize("engine", WITHOUT_TORCH)

@@ -294,6 +294,22 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_training_can_go_on(ranks, fo
     assert message.startswith(f"[rank {broken}] the checkpoint of step 2 could not be written: OSError: [Errno 28] No ")
 
 
+def test_a_part_that_somebody_removes_is_not_waited_for(tmp_path, monkeypatch):
+    # For two minutes, as for one that another host has written.
+    see_all_parts = checkpoint_files.Saving._see_all_parts
+
+    def removed(saving):
+        shutil.rmtree(tmp_path / "run")
+        return see_all_parts(saving)
+
+    monkeypatch.setattr(checkpoint_files.Saving, "_see_all_parts", removed)
+    monkeypatch.setattr(checkpoint_files, "SEEN_SECONDS", 1.0)
+    training = Training(SoloCommunicator(), tmp_path / "run").at(1)
+    training.checkpoints.save(1)
+    with pytest.raises(CheckpointError, match=r"CheckpointError: somebody has removed what was written in .*saving-"):
+        training.checkpoints.wait()
+
+
 @pytest.mark.parametrize("call", ["rename", "replace", "fsync"])
 def test_a_commit_that_fails_is_raised_on_all_ranks(ranks, folder_of, monkeypatch, call):
     broken = threading.Event()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from distributed import LocalWorld, ReduceOp
+from distributed.comm.local.job import Job
 
 SETTING = contextvars.ContextVar("SETTING", default="unset")
 
@@ -56,10 +57,24 @@ def test_a_failure_ends_ranks_that_poll_or_launch():
             comm.allreduce(np.zeros(1))
             comm.isend(np.zeros(1), dest=0, tag=0)
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ValueError, match="gone"):
         LocalWorld(3).run(program)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
+
+
+def test_threads_of_ranks_are_over_when_the_run_is(monkeypatch):
+    # A rank's program was over, and its thread, with all that it held, for a moment not.
+    end = Job.end
+
+    def slowly(job, rank):
+        end(job, rank)
+        time.sleep(0.05)  # as where another thread has its turn
+
+    monkeypatch.setattr(Job, "end", slowly)
+    before = set(threading.enumerate())
+    LocalWorld(3).run(lambda comm: None)
+    assert set(threading.enumerate()) <= before
 
 
 def test_abort_is_the_failure_even_where_the_rank_catches_it():
@@ -86,7 +101,7 @@ def test_an_interrupt_of_the_caller_ends_the_ranks():
     with pytest.raises(KeyboardInterrupt):
         LocalWorld(2).run(program)
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=5)
+        thread.join(timeout=30)
         assert not thread.is_alive()
 
 
@@ -170,12 +185,32 @@ def test_a_wait_too_long_tells_what_each_rank_waits_for():
             raise
 
     with pytest.raises(TimeoutError) as caught:
-        LocalWorld(5, synchronous_sends=True, timeout_seconds=0.5).run(program)
-    assert str(caught.value) == (
-        "no rank may wait longer than 0.5 s, but rank 0 waits for recv from 1 tag 7; "
+        LocalWorld(5, synchronous_sends=True, timeout_seconds=1.0).run(program)
+    # Whichever of the three that wait is the one that tells, the others may have done so at the same time.
+    assert str(caught.value).replace("has waited too long for", "waits for") == (
+        "no rank may wait longer than 1.0 s, but rank 0 waits for recv from 1 tag 7; "
         "rank 1 waits for allreduce of float64[3] by SUM #1 (not called by ranks 0, 2, 3, 4); "
         "rank 2 waits for send to 1 tag 2 among ranks [2, 3]; "
         "rank 3 has ended; rank 4 is computing"
+    )
+
+
+def test_who_has_just_waited_too_long_does_not_compute():
+    # Of two ranks whose time was up at once the second to tell said that the first was computing.
+    turns = [threading.Event(), threading.Event()]
+
+    def program(comm):
+        if comm.rank == 1:
+            turns[0].wait()
+        with pytest.raises(TimeoutError) as caught:
+            comm.recv(np.zeros(1), source=1 - comm.rank, tag=comm.rank)
+        turns[comm.rank].set()
+        turns[1].wait()
+        return str(caught.value)
+
+    assert LocalWorld(2, timeout_seconds=0.05).run(program)[1] == (
+        "no rank may wait longer than 0.05 s, but rank 0 has waited too long for recv from 1 tag 0; "
+        "rank 1 waits for recv from 0 tag 1"
     )
 
 

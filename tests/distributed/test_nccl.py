@@ -159,16 +159,22 @@ def test_a_message_of_another_size_is_an_error_and_the_next_one_is_right(cupy: A
 
 
 def test_what_waits_for_a_message_that_nobody_sends_says_so(cupy: Any) -> None:
+    told = threading.Event()
+
     def on_rank(host: Any) -> None:
         comm = NCCLCommunicator(host)
         comm.connect([(0, 1)])
         if comm.rank == 1:
+            host._job.timeout_seconds = 0.1  # from now on: so far the ranks have waited for each other
             with comm.waiting_for("the answer"):
-                comm.recv(cupy.zeros(4), source=0, tag=0)
-        threading.Event().wait(2)
+                try:
+                    comm.recv(cupy.zeros(4), source=0, tag=0)
+                finally:
+                    told.set()
+        told.wait()
 
     with pytest.raises(TimeoutError, match=r"recv from 0 .*for the answer"):
-        LocalWorld(2, timeout_seconds=0.3).run(on_rank)
+        LocalWorld(2).run(on_rank)
 
 
 def test_ranks_that_connect_others_are_told(cupy: Any) -> None:

@@ -1,7 +1,7 @@
 """The recorder: what a rank did when, on one clock for all ranks."""
 
 import time
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
@@ -177,8 +177,9 @@ def test_events_of_all_ranks_are_told_to_each_on_one_clock(ranks):
     for rank in range(ranks.size):
         outer, inner = (event for event in first if event.rank == rank)
         assert (outer.name, inner.name) == (f"outer {rank}", "inner")
-        # All passed the first barrier before anybody passed the second.
-        assert all(event.start < inner.end + 1e-3 for event in first)
+        # All passed the first barrier before anybody passed the second. Clocks are aligned to half of what a message
+        # and its answer take: of ranks that share a core, some of their turns.
+        assert all(event.start < inner.end + 0.2 for event in first)
 
 
 def test_events_that_overlap_get_tracks_of_their_own():
@@ -200,11 +201,13 @@ def test_events_that_overlap_get_tracks_of_their_own():
 
 @pytest.mark.ranks(2, 3)
 def test_clocks_that_differ_are_aligned(ranks):
-    def program(comm):
-        return clock_offset(comm, lambda: time.perf_counter() + 100 * comm.rank)
+    looks = count()  # a clock of threads that goes on when one looks: between two looks of rank 0 another has its own
 
-    if isinstance(ranks, LocalWorld):  # threads have one clock, so what is measured is known
-        np.testing.assert_allclose(ranks.run(program), [-100 * rank for rank in range(ranks.size)], atol=5e-3)
+    def program(comm):
+        return clock_offset(comm, lambda: next(looks) + 100.0 * comm.rank)
+
+    if isinstance(ranks, LocalWorld):
+        assert ranks.run(program) == [-100 * rank for rank in range(ranks.size)]
 
 
 @pytest.mark.point_to_point

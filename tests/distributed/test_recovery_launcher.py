@@ -136,9 +136,9 @@ def test_an_mpirun_that_all_ranks_have_left_is_ended(tmp_path, monkeypatch, ende
 import subprocess
 if number == 0:
     {ended or "pass"}
-    for seconds in (0, 0.8):
-        subprocess.Popen(["sleep", str(seconds)])
     get_on(3)
+    for seconds in (0.8, 0):
+        subprocess.Popen(["sleep", str(seconds)])
     time.sleep(600)
 """
     begin = time.monotonic()
@@ -204,6 +204,20 @@ def test_whoever_ends_the_launcher_ends_the_job(tmp_path):
         assert (tmp_path / "count").read_text() == "1"
         (tmp_path / "pid").unlink()
         (tmp_path / "count").unlink()
+
+
+def test_a_signal_that_comes_as_the_job_is_started_ends_it(tmp_path, monkeypatch):
+    # It came before the launcher knew its job, so nobody passed it on, and the job ran to its end.
+    start = subprocess.Popen
+
+    def start_and_be_told(*args, **how):
+        job = start(*args, **how)
+        wait_until(lambda: (tmp_path / "count").exists() and (tmp_path / "count").read_text())
+        signal.raise_signal(signal.SIGTERM)
+        return job
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_be_told)
+    assert launch(tmp_path, "time.sleep(10)") == (-signal.SIGTERM, 1, [])
 
 
 def wait_until(come):

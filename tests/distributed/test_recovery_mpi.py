@@ -67,7 +67,8 @@ def ended(command, folder):
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)  # the launcher, with which all its ranks end
             raise
-    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
+    # Open MPI passes a zero on now and then, before the words of a rank, where another died.
+    return subprocess.CompletedProcess(command, job.returncode, stdout.replace("\0", ""), stderr)
 
 
 def undisturbed(num_ranks, pp=1):
@@ -129,8 +130,8 @@ def test_when_every_rank_is_killed_it_begins_again(tmp_path):
 
 @pytest.mark.long
 def test_a_rank_that_hangs_is_found_by_the_time_limit(tmp_path):
-    says = AGAIN.format(2, r"\[rank 0\] TimeoutError: no rank may wait longer than 2 s.*")
-    found, sources, _ = run(tmp_path, 2, {1: (2, "hook")}, says=says, signal="stop", timeout_seconds=2)
+    says = AGAIN.format(2, r"\[rank 0\] TimeoutError: no rank may wait longer than 5 s.*")
+    found, sources, _ = run(tmp_path, 2, {1: (2, "hook")}, says=says, signal="stop", timeout_seconds=5)
     assert (found, sources) == (undisturbed(2), {"the job before"})
 
 
@@ -184,7 +185,8 @@ try:
             if with_me:
                 waits.append((i, each.Irecv(np.empty(1), with_me[0], 77)))
         assert len(waits) > 20, len(waits)
-        end = time.monotonic() + 10
+        comm.send(np.ones(1), dest=3, tag=1)  # which may die now
+        end = time.monotonic() + 40
         while waits and time.monotonic() < end:
             for wait in [*waits]:
                 try:
@@ -198,7 +200,8 @@ try:
     elif comm.rank == 2:
         comm.recv(np.empty(1), source=3, tag=0)
     else:
-        time.sleep(0.5)
+        comm.recv(np.empty(1), source=0, tag=1)
+        time.sleep(0.5)  # the other two most likely wait by then
         os.kill(os.getpid(), signal.SIGKILL)
 except RankFailure:
     assert not comm.vote(True)

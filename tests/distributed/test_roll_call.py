@@ -1,6 +1,8 @@
 """What a rank says of the others when it has waited too long. Its MPI is a table of messages that have come."""
 
 from collections.abc import Collection
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +71,13 @@ def test_an_answer_to_an_earlier_question_is_none(monkeypatch: pytest.MonkeyPatc
     call.ask(lambda: "nothing")
     letters.come = {(1, ANSWER): [(1, "too late"), (2, "in time")]}
     assert call.ask(lambda: "nothing") == "; rank 1 waits for in time"
+
+
+def test_answers_that_come_while_a_process_is_held_up_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It asked, was stopped until nobody was waited for any more, and told of ranks that had answered as silent.
+    held_up = SimpleNamespace(monotonic=count(step=1000).__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr(roll_call, "time", held_up)
+    assert said(3, [1, 2], monkeypatch) == "; rank 10 waits for barrier #3; rank 20 waits for barrier #3"
 
 
 def test_whoever_asks_is_answered_while_one_asks_too() -> None:

@@ -181,7 +181,7 @@ def test_after_an_error_on_one_of_several_ranks_a_new_executor_is_needed():
         with pytest.raises(RuntimeError, match=r"a step of this executor ended in an error.*make a new Pipeline"):
             pipe.step(X, Y)
 
-    LocalWorld(2, timeout_seconds=1.0).run(program)  # as long as rank 1 may take on a busy machine
+    LocalWorld(2, timeout_seconds=2.0).run(program)  # as long as rank 1 may take on a busy machine
 
 
 def test_a_second_backward_is_refused(ranks):

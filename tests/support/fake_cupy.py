@@ -13,7 +13,6 @@ import queue
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -82,9 +81,10 @@ class Stream:
     """A stream beside it."""
 
     by_pointer: dict[int, Stream] = {}  # noqa: RUF012  # of this process, as pointers are
+    _pointers = itertools.count(1)  # ranks are threads, and no two of them may get the same
 
     def __init__(self, **_: Any) -> None:
-        self.ptr = len(Stream.by_pointer) + 1
+        self.ptr = next(Stream._pointers)
         Stream.by_pointer[self.ptr] = self
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
@@ -117,7 +117,7 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
-        self.sent: defaultdict[tuple[int, int], queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
+        self.sent = {pair: queue.SimpleQueue[Any]() for pair in itertools.product(range(size), repeat=2)}
         self.arrays: list[Any] = [None] * size
 
 

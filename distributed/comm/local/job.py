@@ -57,6 +57,7 @@ class Job:
         self.changed = threading.Condition()  # guards this job and all its spaces
         self._failure: BaseException | None = None
         self._waits: dict[int, tuple[int, Callable[[], str]]] = {}  # thread -> its rank and what it waits for
+        self._waited_too_long: dict[int, Callable[[], str]] = {}  # rank -> for what, until it waits again
         self._ended: set[int] = set()
 
     def fail(self, error: BaseException) -> None:
@@ -74,6 +75,10 @@ class Job:
         with self.changed:
             self._ended.add(rank)
             self.changed.notify_all()
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank's program is over."""
+        return rank in self._ended
 
     def add(self, family: Family) -> None:
         """Let a family know of deaths from now on."""
@@ -124,19 +129,26 @@ class Job:
         thread = threading.get_ident()
         with self.wait_clocks[rank], self.changed:
             self._waits[thread] = (rank, what)
+            self._waited_too_long.pop(rank, None)
             try:
                 if not self.changed.wait_for(done, self.timeout_seconds):
+                    self._waited_too_long[rank] = what
                     raise TimeoutError(f"no rank may wait longer than {self.timeout_seconds} s, but {self._report()}")
             finally:
                 del self._waits[thread]
 
     def _report(self) -> str:
         waits = dict(self._waits.values())
-        states = (
-            f"waits for {waits[rank]()}" if rank in waits else "has ended" if rank in self._ended else "is computing"
-            for rank in range(self.size)
-        )
-        return "; ".join(f"rank {rank} {state}" for rank, state in enumerate(states))
+        return "; ".join(f"rank {rank} {self._state_of(rank, waits.get(rank))}" for rank in range(self.size))
+
+    def _state_of(self, rank: int, what: Callable[[], str] | None) -> str:
+        if what is not None:
+            return f"waits for {what()}"
+        if rank in self._ended:
+            return "has ended"
+        if rank in self._waited_too_long:  # at the same time as the one that tells
+            return f"has waited too long for {self._waited_too_long[rank]()}"
+        return "is computing"
 
 
 class Family:

@@ -56,20 +56,24 @@ class LocalWorld:
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """Call program(comm, *args) on every rank and return the results by rank.
 
-        Each rank starts in its own copy of the caller's context variables.
+        Each rank starts in its own copy of the caller's context variables. Its thread is over when this returns, unless
+        it goes on computing after another rank has failed.
 
         Raises:
             BaseException: what any rank raised first, with a note of the rank; ranks that wait for others end silently.
         """
         results: list[Any] = [None] * self.size
         caller = contextvars.copy_context()
+        threads: list[tuple[int, threading.Thread]] = []
 
         def start(rank: int, family: Family, is_newcomer: bool = True) -> None:
             comm = LocalCommunicator.of_world(
                 job, family, rank, max_message_elements=self.max_message_elements, is_newcomer=is_newcomer
             )
             run = caller.copy().run
-            threading.Thread(target=run, args=(run_rank, comm, rank), name=f"rank {rank}", daemon=True).start()
+            thread = threading.Thread(target=run, args=(run_rank, comm, rank), name=f"rank {rank}", daemon=True)
+            threads.append((rank, thread))
+            thread.start()
 
         def run_rank(comm: LocalCommunicator, rank: int) -> None:
             try:
@@ -95,4 +99,8 @@ class LocalWorld:
         except BaseException as error:  # Ctrl-C too takes the ranks down
             job.fail(error)
             raise
+        finally:
+            for rank, thread in threads:
+                if job.has_ended(rank):  # its thread is about to end too; one that computes is left behind
+                    thread.join()
         return results

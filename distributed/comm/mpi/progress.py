@@ -141,15 +141,16 @@ class Engine:
         """
         start = time.perf_counter()
         next_look = start + LOOK_SECONDS
+        now = start  # of the look that follows: one that finds nothing after the time is over is the last
         with self.wait_clock:
             while not self.move(operation):
-                now = time.perf_counter()
+                looked, now = now, time.perf_counter()
                 if now - start < _SPIN_SECONDS:
                     continue
                 self.progress()
                 if self._fault_watch is not None:
                     self._fault_watch.check()
-                if now - start > self.timeout_seconds:
+                if looked - start > self.timeout_seconds:
                     others = "" if self._roll_call is None else self._roll_call.ask(operation.describe)
                     raise TimeoutError(
                         f"no rank may wait longer than {self.timeout_seconds:g} s, but rank {self._rank} waits for "

@@ -53,15 +53,17 @@ class RollCall:
         self._num_questions += 1
         self._sent += [self._comm.isend(self._num_questions, rank, _QUESTION) for rank in self._others]
         answers: dict[int, str] = {}
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while len(answers) < len(self._others) and time.monotonic() < deadline:
+        deadline, is_over = time.monotonic() + _ANSWER_SECONDS, False
+        while len(answers) < len(self._others) and not is_over:
+            is_over = time.monotonic() > deadline  # then one look more, if this process was held up meanwhile
             self.answer(waits_for)
             for rank in self._others:
                 while self._comm.Iprobe(rank, _ANSWER):
                     question, answer = self._comm.recv(source=rank, tag=_ANSWER)
                     if question == self._num_questions:  # not one that came too late
                         answers[rank] = answer
-            time.sleep(1e-3)
+            if not is_over:
+                time.sleep(1e-3)
         silent = [self._members[rank] for rank in self._others if rank not in answers]
         return _describe({self._members[rank]: answer for rank, answer in sorted(answers.items())}, silent)
 
