@@ -158,7 +158,7 @@ def _attend_at_once(
         q, k, v = widened(q), widened(k), widened(v)
     if xp is not np:  # evenly spaced, for one product of all heads of all samples; there is no other order of the loops
         q, k, v = xp.ascontiguousarray(q), xp.ascontiguousarray(k), xp.ascontiguousarray(v)
-    kernels, scale = kernels_of(q, k, v), q.shape[-1] ** -0.5
+    kernels, scale = kernels_of(q, k, v), max(1, q.shape[-1]) ** -0.5
     turn = xp.ascontiguousarray if xp is np and num_queries > 1 else xp.asarray  # BLAS is faster at small ones then
 
     def weights(rows: slice, end: int, keys: Array) -> Array:

@@ -458,6 +458,17 @@ def test_integers_beside_weights_take_their_dtype_and_sums_are_wide(dtype: Any) 
         assert (y.dtype, y.item()) == (dtype, 3600)
 
 
+def test_vectors_of_no_numbers_divide_by_nothing() -> None:
+    # By their width: norms warned of 0 / 0 in the backward, and attention of queries without numbers was an error.
+    for norm in (lambda x: mg.layer_norm(x, np.ones(0), np.ones(0)), lambda x: mg.rms_norm(x, np.ones(0))):
+        x = leaf(np.ones((2, 0)))
+        assert grads(mg.sum(norm(x)), x)[0].shape == (2, 0)  # type: ignore[union-attr]
+    q, v = leaf(np.ones((1, 2, 0))), leaf([[[1.0], [3.0]]])
+    y = mg.scaled_dot_product_attention(q, q, v)
+    np.testing.assert_array_equal(y.data, [[[2.0], [2.0]]])  # all keys fit alike
+    np.testing.assert_array_equal(grads(mg.sum(y), v)[0], [[[1.0], [1.0]]])
+
+
 # -- depth, sharing, memory ---------------------------------------------------------------
 
 

@@ -110,6 +110,6 @@ def _inverse_rms(rows: Array, eps: float) -> Array:
 
 def _through_rms(t: Array, h: Array, inverse: Array) -> Array:
     """Turn t, the gradient by h = rows inverse, into the gradient by the rows, in place."""
-    t -= h * (xp_of(t).einsum("ij,ij->i", t, h)[:, None] / h.shape[1])
+    t -= h * (xp_of(t).einsum("ij,ij->i", t, h)[:, None] / max(1, h.shape[1]))
     t *= inverse
     return t
