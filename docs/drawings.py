@@ -20,7 +20,7 @@ NUM_RANKS, NUM_MICROBATCHES = 4, 8
 COMPARED = "1f1b", "zero_bubble_h1", "zbv", "v_half", "v_min"
 FOLDER = Path(__file__).parent / "img"
 MUON = Path(__file__).parents[1] / "benchmarks" / "results" / "muon.json"
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 52, 96, 44, 40  # of a plot and its margins
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 52, 120, 44, 40  # of a plot and its margins
 COLOURS = {"adamw": "#616e7c", "muon": "#2563ab"}
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
@@ -37,8 +37,8 @@ def drawings() -> dict[str, str]:
 
 
 def compared() -> str:
-    """Draw some schedules against the same time, as `compare --svg` does: messages take a third of a forward."""
-    work = Work(latency=1 / 3)
+    """Draw some schedules against the same time, as the command on the page does."""
+    work = Work(latency=0.333)
     return svg(stacked([(timeline_of(SCHEDULES[n], NUM_RANKS, NUM_MICROBATCHES, work), n) for n in COMPARED]))
 
 
@@ -81,8 +81,8 @@ def learned() -> str:
     for rule, run in best.items():
         points = [f"{x((i + 0.5) * apart):.1f} {y(loss):.1f}" for i, loss in enumerate(run["curve"])]
         lines.append(f'<path d="M{"L".join(points)}" stroke="{COLOURS[rule]}" fill="none" stroke-width="2"/>')
-        where = y(run["curve"][-1]) + (12 if rule == "muon" else 0)
-        lines.append(words(WIDTH - RIGHT + 8, where, f"{NAMES[rule]} {run['lr']:g}", COLOURS[rule]))
+        where = y(run["curve"][-1]) + 4
+        lines.append(words(WIDTH - RIGHT + 8, where, f"{NAMES[rule]}, lr {run['lr']:g}", COLOURS[rule]))
     style = 'font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>'
     return "\n".join([head, f'<path d="M0 0H{WIDTH}V{HEIGHT}H0Z" fill="#ffffff"/>', *lines, "</svg>", ""])

@@ -5,6 +5,8 @@ import pytest
 from drawn_orders import read
 
 from pipeline import SCHEDULES, Picture, picture, simulate, svg, write_png
+from pipeline.schedules.drawing.heat_map import heat_map
+from pipeline.schedules.drawing.moves import moves_picture
 from pipeline.schedules.drawing.svg import IDLE, Box, Words, stacked
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -83,6 +85,25 @@ def test_everything_is_on_the_page(name):
         for words in drawn.words:
             assert 0 <= words.x < drawn.width
             assert 0 <= words.y < drawn.height
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        picture(simulate(read("0F0 0BW0"), num_stages=1), 5 * "a folder of a long name/" + "mine.csv"),
+        heat_map({(0.0, 3.0): 4.0}, "zbv: most memory that a rank holds", down="latency", across="memory"),
+        moves_picture(read("0F0 0BW0"), read("0F0 0BW0"), [], "mine.csv: mended with 1 moved action"),
+    ],
+    ids=["timeline", "heat map", "moves"],
+)
+def test_words_that_are_wider_than_what_they_stand_over_are_on_the_page(drawn):
+    """A heat map of three cells had its title cut off."""
+    textpath = pytest.importorskip("matplotlib.textpath", reason="to measure words")
+    for words in drawn.words:
+        if words.anchor == "start" and words.text:
+            font = {"weight": "bold" if words.bold else "normal", "family": "DejaVu Sans"}  # the widest of the usual
+            path = textpath.TextPath((0, 0), words.text, size=words.size, prop=font)
+            assert words.x + path.get_extents().x1 <= drawn.width
 
 
 def test_an_svg_holds_every_box_and_every_word():

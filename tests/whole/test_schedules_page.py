@@ -25,6 +25,14 @@ def test_every_schedule_is_on_the_page_with_its_picture():
     assert {path.name for path in (DOCS / "img").glob("*.svg")} == {*DRAWINGS, "timeline.svg"}  # README's
 
 
+def test_the_command_below_the_comparison_draws_it(tmp_path):
+    """The picture had messages of a third of a forward, the command one that is rounded: other bytes."""
+    [command] = re.findall(r"`(compare .* --svg compare\.svg)`", PAGE)
+    words = command.split()
+    assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
+    assert (tmp_path / words[-1]).read_text(encoding="utf-8") == (DOCS / "img" / "compare.svg").read_text("utf-8")
+
+
 def test_the_errors_on_the_page_are_real(tmp_path, capsys):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0F1,0BW0,0F2,0BW1,0BW2\n1BW0,1F0,1F1,1BW1,1F2,1BW2\n")

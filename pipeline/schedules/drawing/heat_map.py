@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from pipeline.schedules.drawing.svg import IDLE, INK, MARGIN, MUTED, Box, Picture, Words
+from pipeline.schedules.drawing.svg import IDLE, INK, MARGIN, MUTED, Box, Picture, Words, end_of
 
 CELL_WIDTH, CELL_HEIGHT = 40.0, 22.0
 HEAD_HEIGHT, LABEL_WIDTH = 62.0, 64.0
@@ -43,8 +43,8 @@ def heat_map(values: Mapping[tuple[float, float], float], title: str, *, down: s
             if value is not None:
                 ink = "#ffffff" if level > 0.6 else INK
                 words.append(Words(left + (x + 0.5) * CELL_WIDTH, middle, _number(value, ".2f"), 10, ink, "middle"))
-    width = max(left + len(columns) * CELL_WIDTH + MARGIN, 2 * MARGIN + 8.5 * len(title))
-    return Picture(width, top + len(rows) * CELL_HEIGHT + MARGIN, boxes, words)
+    right = max(left + len(columns) * CELL_WIDTH, end_of(words))
+    return Picture(right + MARGIN, top + len(rows) * CELL_HEIGHT + MARGIN, boxes, words)
 
 
 def _number(value: float, form: str = "") -> str:

@@ -24,6 +24,7 @@ from pipeline.schedules.drawing.svg import (
     Picture,
     Words,
     colour_of,
+    end_of,
 )
 
 Orders = Sequence[Sequence[Action]]
@@ -66,12 +67,7 @@ def moves_picture(before: Orders, after: Orders, moves: Sequence[Move], title: s
             top += ROW_HEIGHT + ROW_GAP
         top += PART_GAP - ROW_GAP
     right = MARGIN + LABEL_WIDTH + cell * max(map(len, before), default=0)
-    return Picture(
-        max(right, 2 * MARGIN + 8.5 * len(title), 2 * MARGIN + 5.6 * len(said)) + MARGIN,
-        top + MARGIN - PART_GAP,
-        boxes,
-        words,
-    )
+    return Picture(max(right, end_of(words)) + MARGIN, top + MARGIN - PART_GAP, boxes, words)
 
 
 def _place_in(

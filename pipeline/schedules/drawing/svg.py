@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -101,8 +101,14 @@ def picture(
         _add_band(timeline, begin, end, scale, top, boxes, words)
     right = left + scale * min(page, until)
     bottom = MARGIN + HEAD_HEIGHT + num_bands * (height + BAND_GAP) - BAND_GAP
-    legend_right = _add_legend(timeline, left, bottom + LEGEND_HEIGHT / 2, boxes, words)
-    return Picture(max(right, legend_right, 560) + MARGIN, bottom + LEGEND_HEIGHT + MARGIN / 2, boxes, words)
+    _add_legend(timeline, left, bottom + LEGEND_HEIGHT / 2, boxes, words)
+    return Picture(max(right, end_of(words)) + MARGIN, bottom + LEGEND_HEIGHT + MARGIN / 2, boxes, words)
+
+
+def end_of(words: Iterable[Words]) -> float:
+    """Return where the last of the words ends that begin somewhere, in the widest of the usual fonts."""
+    lengths = ((w.x, (0.6 if w.bold else 0.52) * w.size * len(w.text)) for w in words if w.anchor == "start")
+    return max((x + length for x, length in lengths), default=0.0)
 
 
 def _scale(timelines: Sequence[Timeline], until: float) -> float:
@@ -186,8 +192,8 @@ def colour_of(kind: Kind, chunk: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _add_legend(timeline: Timeline, x: float, y: float, boxes: list[Box], words: list[Words]) -> float:
-    """Explain the colours that occur, with a shade for each chunk; return where the legend ends."""
+def _add_legend(timeline: Timeline, x: float, y: float, boxes: list[Box], words: list[Words]) -> None:
+    """Explain the colours that occur, with a shade for each chunk."""
     occurring = {single.kind for row in timeline.rows for timed in row for single in timed.action.singles}
     num_chunks = max(len(stages_in(row)) for row in timeline.rows)
     entries = [(NAMES[kind], [colour_of(kind, c) for c in range(num_chunks)]) for kind in NAMES if kind in occurring]
@@ -199,5 +205,3 @@ def _add_legend(timeline: Timeline, x: float, y: float, boxes: list[Box], words:
         x += 22 + 5.6 * len(name)
     if num_chunks > 1:
         words.append(Words(x, y, "the lighter, the later the chunk of the rank", 11, MUTED))
-        x += 5.6 * 44
-    return x

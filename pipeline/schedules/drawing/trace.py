@@ -30,6 +30,7 @@ from pipeline.schedules.drawing.svg import (
     Box,
     Picture,
     Words,
+    end_of,
 )
 from pipeline.schedules.measured import Row
 
@@ -75,8 +76,7 @@ def trace_picture(
     page.add_ranks(events)
     page.add_axis()
     page.add_legend([*expected, *events])
-    needed = max(words.x + 0.56 * words.size * len(words.text) for words in page.words if words.anchor == "start")
-    return Picture(max(page.right, needed) + MARGIN, page.top, [*page.grounds, *page.boxes], page.words)
+    return Picture(max(page.right, end_of(page.words)) + MARGIN, page.top, [*page.grounds, *page.boxes], page.words)
 
 
 class _Page:
