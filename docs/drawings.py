@@ -39,7 +39,9 @@ def drawings() -> dict[str, str]:
 def compared() -> str:
     """Draw some schedules against the same time, as the command on the page does."""
     work = Work(latency=0.333)
-    return svg(stacked([(timeline_of(SCHEDULES[n], NUM_RANKS, NUM_MICROBATCHES, work), n) for n in COMPARED]))
+    titles = {name: f"{name}: {SCHEDULES[name].num_stages(NUM_RANKS)} stages" for name in COMPARED}
+    timelines = {name: timeline_of(SCHEDULES[name], NUM_RANKS, NUM_MICROBATCHES, work) for name in COMPARED}
+    return svg(stacked([(timelines[name], titles[name]) for name in COMPARED]))
 
 
 def repaired() -> str:

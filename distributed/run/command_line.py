@@ -234,12 +234,18 @@ def parser(kind: type[Settings], description: str | None) -> argparse.ArgumentPa
             action = "store_true" if f.metadata["once"] else BooleanOptionalAction
             group.add_argument(flag_of(f.name), action=action, help=text)
         else:
-            text += "" if f.default is None else f" (default: {f.default})"
+            text += "" if f.default is None else f" (default: {_shown(f.default)})"
             values = [f.default, *f.metadata["words"].values()]
             convert = next((type(value) for value in values if value is not None), _kind_of(hints[f.name]))
             read = _reader(f.name, convert, f.metadata["words"])
             group.add_argument(flag_of(f.name), type=read, metavar=f.metadata["metavar"] or "N", help=text)
     return parser
+
+
+def _shown(default: Any) -> str:
+    """Say a default; a path as it is seen from here, which help does not break into two lines."""
+    text = str(default)
+    return os.path.relpath(text) if os.path.isabs(text) else text
 
 
 def _kind_of(hint: Any) -> type:

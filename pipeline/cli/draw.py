@@ -34,7 +34,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Print a schedule against time, and what it costs; write the files that are asked for."""
     checked, timeline = timeline_of(arguments)
     title = checked.title
-    text = draw(timeline, width=arguments.width)  # first: it may be too wide to draw
+    try:
+        text = draw(timeline, width=arguments.width)  # first: it may be too wide to draw
+    except ValueError as rule:
+        raise flags.in_flags(rule) from rule
     drawing = picture(timeline, title, width=arguments.width and DIGIT_WIDTH * arguments.width)
     writers: dict[str, Callable[[Path], object]] = {
         "svg": lambda path: path.write_text(svg(drawing), encoding="utf-8"),

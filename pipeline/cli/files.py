@@ -31,8 +31,9 @@ def check_files(arguments: argparse.Namespace) -> None:
     """Check, before any work, that there can be the files that flags ask for.
 
     Raises:
-        ValueError: one is a folder, or its folder is not there.
+        ValueError: one is a folder, or its folder is not there, or two flags name the same file.
     """
+    named: dict[Path, str] = {}
     for option in FILES:
         path: Path | None = getattr(arguments, option, None)
         if path is None:
@@ -43,6 +44,9 @@ def check_files(arguments: argparse.Namespace) -> None:
             os.stat(f"{path.parent}/")  # which must be a folder
         except OSError as error:
             raise _cannot_be_written(f"--{option}", path, error) from error
+        first = named.setdefault(path.resolve(), option)
+        if first != option:
+            raise ValueError(f"--{first} and --{option} must be different files, got {path}")
 
 
 def write_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:

@@ -45,6 +45,14 @@ def count(text: str) -> int:
     return value
 
 
+def whole(text: str) -> int:
+    """Read a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {shortened(text)!r}") from None
+
+
 def _numbers(what: str, allows: Callable[[float], bool], *, commas: bool = False) -> Callable[[str], Numbers]:
     def read(text: str) -> Numbers:
         try:
@@ -252,10 +260,12 @@ def sizes_in_words(num_ranks: int, num_microbatches: int, *, num_stages: int | N
 
 
 def in_flags(rule: ValueError) -> ValueError:
-    """Return what a schedule says of its sizes in the words of the command line."""
-    return ValueError(
-        str(rule).replace("num_microbatches", "--microbatches").replace("num_ranks", "the number of ranks")
-    )
+    """Return what a schedule says of its sizes, or a drawing of its width, in the words of the command line."""
+    words = {"num_microbatches": "--microbatches", "num_ranks": "the number of ranks", "width must": "--width must"}
+    text = str(rule)
+    for name, word in words.items():
+        text = text.replace(name, word)
+    return ValueError(text)
 
 
 def orders_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[list[Action]]:

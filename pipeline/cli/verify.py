@@ -26,7 +26,9 @@ BATCH = 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verify` takes."""
     parser.add_argument("model", help="gpt, mlp, or MODULE:FUNCTION, a function that returns a pipeline.verify.Case")
-    parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, or a .csv file")
+    parser.add_argument(
+        "--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, a .csv file, or MODULE:NAME (default 1f1b)"
+    )
     parser.add_argument("--dp", type=flags.count, default=1, metavar="N", help="replicas (default 1)")
     for option, default, what in (
         ("pp", PP, "ranks of a pipeline"),

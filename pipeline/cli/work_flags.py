@@ -19,6 +19,7 @@ class _Flag(NamedTuple):
     what: str
     read: Callable[[str], Any]
     swept: Callable[[str], Any] | None = None  # reads several, where a sweep goes over them
+    default: str = ""  # in words, where the number is none that could be given
 
 
 _FLAGS = {
@@ -29,7 +30,9 @@ _FLAGS = {
     "latency": _Flag("time until another rank has the first byte of a message", flags.latency, flags.latencies),
     "message-bytes": _Flag("bytes between two stages; with commas, one for each boundary", flags.memories),
     "bandwidth": _Flag("bytes of a message in a unit of time", flags.rate, flags.rates),
-    "ranks-per-host": _Flag("ranks whose messages to others share a link, one after another", flags.count),
+    "ranks-per-host": _Flag(
+        "ranks whose messages to others share a link, one after another", flags.count, default=": none do"
+    ),
     "activations": _Flag("memory of a micro-batch on a rank from its forward to its backward", flags.memory),
     "deferred": _Flag("memory of it from the input half of its backward to the weight half", flags.memory),
     "static": _Flag("memory of weights, their gradients and optimizer state", flags.memory),
@@ -50,18 +53,18 @@ def add_work(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
     what = f"names, .csv files, MODULE:NAME, or {SEARCH} for an order that is searched (default: all names)"
     parser.add_argument("schedules", nargs="*", default=list(SCHEDULES), metavar="SCHEDULE", help=what)
     defaults = vars(Work())
-    for option, (what, read, read_several) in _FLAGS.items():
+    for option, (what, read, read_several, default_in_words) in _FLAGS.items():
         default = defaults[option.replace("-", "_")]
-        shown = {math.inf: "any", 0: "0 or none"}.get(default, f"{default:g}")
+        shown = default_in_words or (": any number" if default == math.inf else f" {default:g}")
         if swept and read_several is not None:
             what, read = f"{what}; with commas, several", read_several
-        text = f"{what} (default {shown})"
+        text = f"{what} (default{shown})"
         parser.add_argument(f"--{option}", type=read, default=default, metavar="X", help=text)
     add_skips(parser)
     add_skip_bytes(parser)
     what = f"of a {SEARCH}, at most (default 10)"
     parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help=what)
-    parser.add_argument("--seed", type=int, default=0, help=f"of the random rules of a {SEARCH} (default 0)")
+    parser.add_argument("--seed", type=flags.whole, default=0, help=f"of the random rules of a {SEARCH} (default 0)")
 
 
 def candidates_of(arguments: argparse.Namespace) -> dict[str, Candidate]:

@@ -10,6 +10,7 @@ since when an action runs follows from what it waits for. The rows say which ran
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.validate import validate
 
 MOST_LETTERS = 40  # of a cell
+_TORCH = re.compile(r"[0-9]+I[0-9]+|.*OVERLAP_F_B")  # a cell that only PyTorch writes
 MOST_CHARACTERS = 16 << 20  # of a file
 
 
@@ -47,6 +49,8 @@ def parse(text: str) -> list[list[Action]]:
                     f"a cell is a stage, one of {kinds}, and a micro-batch, as 1F0, or F of one micro-batch "
                     "and a backward of another, as 0F4&3BW1"
                 )
+                if _TORCH.fullmatch(cell):
+                    rule += " (`python -m pipeline dump FILE --from torch` reads PyTorch's cells)"
                 raise ScheduleError(
                     f"{rule}; got {cell!r} on rank {rank}\n{draw_order(rows, [(rank, index)])}", [(rank, index)]
                 ) from None

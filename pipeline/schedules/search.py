@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,15 +95,20 @@ class Found:
             "num_tries": self.num_tries,
         }
 
-    def report(self) -> str:
-        """Say what was found, and what was not ruled out."""
+    def report(self, peaks: Sequence[str] = ()) -> str:
+        """Say what was found, and what was not ruled out.
+
+        Args:
+            peaks: what each rank holds at most, in words, where that is more than the problem counts.
+        """
         proved = self.gap <= _EXACT
+        held = peaks or [f"{peak:.4g}" for peak in self.problem.peaks(self.timeline)]
         lines = [
             f"{self.measure:28}{self.time:.6g}",
             f"bubble rate ({self.measure}){'':{15 - len(self.measure)}}{1 - self.timeline.ideal / self.time:.5f}",
             f"lower bound                 {self.bound.time:.6g}  ({self.bound.reason})",
             f"gap                         {self.gap:.5f}  {'(proved: no order is shorter)' if proved else ''}".rstrip(),
-            f"memory a rank               {' '.join(f'{peak:.4g}' for peak in self.problem.peaks(self.timeline))}",
+            f"memory a rank               {' '.join(held)}",
             f"tries                       {self.num_tries}",
         ]
         if self.named is not None:

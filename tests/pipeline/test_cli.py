@@ -104,6 +104,8 @@ def test_a_wrong_name_or_value_is_one_line_and_status_2(arguments, message, caps
         (["draw"], "one of gpipe, 1f1b"),
         (["draw"], "write the drawing as SVG"),
         (["check"], "deadlock"),
+        (["verify"], "MODULE:NAME (default 1f1b)"),
+        (["compare"], "(default: any number)"),
     ],
 )
 def test_help_teaches(arguments, taught, capsys):
@@ -153,6 +155,15 @@ v_half                 12.5        0.0417       0.0000      0.9600  2 2
 dualpipev              12.5        0.0417       0.0400      0.9600  2.5 2.5
 dualpipev_overlap        13        0.0833       0.0769      0.9231  2.5 2.5
 """
+
+
+def test_a_search_says_memory_as_compare_does(capsys):
+    """In bytes with their unit, and with what a rank holds in any case: it printed 4.168e+09 beside a limit in GiB."""
+    work = ["--ranks", "2", "--microbatches", "4", "--activations", "700MiB", "--static", "9GiB"]
+    assert main(["compare", "zero_bubble_h1", *work]) == 0
+    assert "10.37GiB 9.684GiB" in capsys.readouterr().out
+    assert main(["search", "--placement", "one", *work]) == 0
+    assert "memory a rank               10.37GiB 9.684GiB\n" in capsys.readouterr().out
 
 
 def test_compare_gives_every_schedule_the_same_work(capsys):

@@ -69,6 +69,12 @@ rank 1  1F0   1BW0 [1X1]  1BW1 <-- here
     assert caught.value.cells == ((1, 2),)
 
 
+@pytest.mark.parametrize("cell", ["7I0", "(0F4;3B1)OVERLAP_F_B"])
+def test_a_cell_of_pytorch_names_the_command_that_reads_it(cell):
+    with pytest.raises(ScheduleError, match=r"`python -m pipeline dump FILE --from torch` reads PyTorch's cells"):
+        from_text(f"0F0,{cell}\n", "mine")
+
+
 def test_an_order_that_is_no_schedule_is_marked():
     cells = refused(
         "0F0, 0F1, 0BW0, 0BW1\n1BW0, 1F0, 1F1, 1BW1",

@@ -109,6 +109,6 @@ def test_the_lines_together_are_the_whole_drawing():
 
 def test_a_line_has_room_for_one_action():
     timeline = simulate(SCHEDULES["1f1b"].orders(2, 3), num_stages=2)
-    with pytest.raises(ValueError, match="a line needs room for one action, at least 11 letters, got 10"):
+    with pytest.raises(ValueError, match="width must have room for an action, at least 11 letters, got 10"):
         draw(timeline, width=10)
     assert draw(timeline, width=11)

@@ -1,6 +1,7 @@
 """Bytes that were measured, as a file, and in the commands that speak of memory."""
 
 import json
+import re
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_the_search_keeps_what_its_ranks_really_hold_under_the_limit(path, capsy
     sizes = ["--ranks", 2, "--microbatches", 4, "--measured", path, "--seconds", 2]
     status, out, _ = run(capsys, "search", *sizes, "--placement", "one", "--memory", 330)
     assert status == 0
-    peaks = [float(peak) for peak in out.splitlines()[-1].removeprefix("bytes a rank").split()]
+    peaks = [float(peak) for peak in re.findall(r"^memory a rank +(.*)$", out, re.MULTILINE)[0].split()]
     assert 300 < max(peaks) <= 330
     status, _, err = run(capsys, "search", *sizes, "--placement", "one", "--memory", 300)
     assert (status, err) == (

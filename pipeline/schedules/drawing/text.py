@@ -69,7 +69,9 @@ def draw(timeline: Timeline, *, width: int | None = None) -> str:
         return _with_rank_numbers(lines)
     room = width - len(f"rank {len(lines) - 1} ")
     if room <= column:
-        raise ValueError(f"a line needs room for one action, at least {width - room + column + 1} letters, got {width}")
+        raise ValueError(
+            f"width must have room for an action, at least {width - room + column + 1} letters, got {width}"
+        )
     length = max(map(len, lines.values()))
     bands = [0]
     while bands[-1] + room < length:
