@@ -11,7 +11,7 @@ This file knows no MPI: it is given communicators of mpi4py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from distributed.comm.mpi.progress import Steps, until_done
 from distributed.comm.reduction import ReduceOp, reduce_in_rank_order
 from distributed.comm.transfer import as_bytes
 from distributed.comm.work import Array
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _BYTE = "B"
 
@@ -33,7 +30,7 @@ class RankOrderReduction:
         exchange, gather: duplicates of it, one for each phase.
     """
 
-    def __init__(self, exchange: MPI.Comm, gather: MPI.Comm) -> None:
+    def __init__(self, exchange: Any, gather: Any) -> None:
         self._exchange = exchange
         self._gather = gather
         self._rank, self._size = exchange.Get_rank(), exchange.Get_size()
