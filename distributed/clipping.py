@@ -102,10 +102,7 @@ class PartNorm(NamedTuple):
 
 
 class Gradients(Protocol):
-    """Where the gradients of a part are.
-
-    They are whole with their parameters, or wherever buckets have them.
-    """
+    """Where the gradients of a part are: whole with their parameters, or in buckets."""
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm: ...
 

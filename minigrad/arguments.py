@@ -15,10 +15,7 @@ from minigrad.backend import Array, xp_of
 
 
 def as_int(value: Any) -> int | None:
-    """Return `value` if it is one integer, NumPy's included; else None.
-
-    Something else is a float, for example, or several integers.
-    """
+    """Return `value` if it is one integer, NumPy's included; None for anything else, such as a float or a tuple."""
     try:
         return operator.index(value)
     except TypeError:
@@ -40,10 +37,7 @@ def check_sizes(name: str, **sizes: Any) -> None:
 
 
 def as_array(data: Any) -> Array:
-    """Return `data` as an array that ops can take.
-
-    It is an array, or a nested list of numbers; see `as_dtype`.
-    """
+    """Return an array, or a nested list of numbers, as an array that ops can take; see `as_dtype`."""
     array = data if xp_of(data) is not np else np.asarray(data)
     dtype = as_dtype(array.dtype)
     return array if dtype is array.dtype else array.astype(dtype)

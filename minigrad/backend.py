@@ -72,9 +72,7 @@ def beside(array: Array, values: Array) -> Array:
 
 
 def use_gpu(index: int) -> None:
-    """Make a GPU the current one of this process.
-
-    It is number `index`, modulo how many there are.
+    """Make a GPU the current one of this process: number `index`, modulo how many there are.
 
     Raises:
         ModuleNotFoundError: CuPy is not installed.
@@ -138,10 +136,7 @@ def nccl_module() -> Any:
 
 
 def cuda_library(name: str) -> Any:
-    """Return one of CUDA's libraries, for calls that CuPy does not offer.
-
-    `cublasLt` or `cudart`.
-    """
+    """Return one of CUDA's libraries, `cublasLt` or `cudart`, for calls that CuPy does not offer."""
     from cuda.pathfinder import load_nvidia_dynamic_lib  # comes with CuPy, and finds what CuPy loads
 
     return ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)

@@ -39,9 +39,10 @@ class FlatRange:
 
     @staticmethod
     def over(params: Sequence[Parameter]) -> FlatRange:
-        """Return the range that some parameters fill.
+        """Return the range that adjacent parameters of one flat fill.
 
-        They are at least one, adjacent in one flat, in memory order.
+        Args:
+            params: at least one, in memory order.
         """
         first, last = params[0], params[-1]
         assert first.flat is not None

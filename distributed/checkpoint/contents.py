@@ -156,9 +156,7 @@ class Contents:
 
 
 def same_memories(saved: Mapping[str, Stored], plan: Mapping[str, Stored]) -> bool:
-    """Return whether a checkpoint has just the memories of this layout.
-
-    They are those of all ranks.
+    """Return whether a checkpoint has just the memories that the ranks of this layout have together.
 
     Args:
         saved: what is in the checkpoint, by name.

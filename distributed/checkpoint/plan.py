@@ -14,10 +14,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a part of a tensor is: in the file of `rank`.
-
-    Its elements in C order from `start` to `stop`.
-    """
+    """A part of a tensor, its elements from `start` to `stop` in C order, in the file of `rank`."""
 
     rank: Count
     start: Count
@@ -26,10 +23,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is: in the file of `rank`, with this shape and dtype.
-
-    Or in slices, in the files of several.
-    """
+    """Where a tensor of this shape and dtype is: whole in the file of `rank`, or in slices in those of several."""
 
     rank: Count
     shape: tuple[Count, ...]

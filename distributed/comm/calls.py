@@ -96,9 +96,7 @@ def describe_mismatch(number: int, calls: Mapping[int, tuple[str, str]], label: 
 
 
 def join_call(calls: dict[int, tuple[str, str]], number: int, rank: int, call: Call, label: str) -> str | None:
-    """Add a rank's call to those at one number of a communicator.
-
-    It says which two differ, if two do.
+    """Add a rank's call to those at one number of a communicator; say which two differ, if two do.
 
     Args:
         calls: by rank, those that have come so far; changed in place.

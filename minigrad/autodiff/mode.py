@@ -139,9 +139,7 @@ def current_hook() -> OpHook | None:
 
 
 def check_told_again(what: str, *, by_shapes: bool = True) -> None:
-    """Refuse to be captured where ranks tell each other something.
-
-    A graph would keep it for good.
+    """Refuse to capture what ranks tell each other: a graph would keep it for good.
 
     Args:
         what: they tell each other.

@@ -143,9 +143,9 @@ class Reader:
         self.caches: list[KeyValueCache] = []
 
     def read(self, tokens: Sequence[int]) -> Array:
-        """Return the logits of what follows `tokens`.
+        """Return the logits of what follows `tokens`, (vocab_size,) on the host.
 
-        (vocab_size,), on the host. The tokens begin as at the last call.
+        The tokens begin with those of the last call.
         """
         start = self._length if len(tokens) <= self._context else 0
         if start == 0:

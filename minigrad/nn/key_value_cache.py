@@ -27,9 +27,7 @@ class KeyValueCache:
         return 0 if self._memory is None else int(self._memory.nbytes)
 
     def extend(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """Add the keys and values of more positions, and return those of all.
-
-        There are T more; the oldest come first.
+        """Add the keys and values of T more positions, and return those of all, the oldest first.
 
         Args:
             keys, values: (B, heads, T, d).

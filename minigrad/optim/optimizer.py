@@ -273,10 +273,7 @@ class Optimizer:
         return {}
 
     def master_dtype(self, p: Parameter) -> np.dtype[Any] | None:
-        """Return that of a parameter's master: its values in full.
-
-        None where the parameter itself has them so.
-        """
+        """Return the dtype of a parameter's master, which has its values in full; None where it has them itself."""
         return None
 
     def value_slices(self) -> Iterator[tuple[Parameter, TensorSlice]]:
@@ -287,10 +284,7 @@ class Optimizer:
         return ((p, TensorSlice.whole(p.data)) for p in self.params)
 
     def finish(self) -> None:
-        """Block until nothing of a step is on its way.
-
-        A kind of optimizer may let `step` return before.
-        """
+        """Block until nothing of a step is on its way: a subclass may let `step` return earlier."""
 
     def __dir__(self) -> list[str]:
         return habits.own_names(self)

@@ -49,9 +49,9 @@ class Rule(Protocol):
 
 
 class TakesALearningRate:
-    """What rules have in common.
+    """Base of the rules: refuses parameters in the place of a learning rate.
 
-    Parameters belong to the optimizer, and are no learning rate.
+    They belong to the optimizer; PyTorch's take them there.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -158,9 +158,7 @@ class AdamW(TakesALearningRate):
 
 @dataclass(frozen=True)
 class Adam(AdamW):
-    """`AdamW`, but weight decay is added to the gradient.
-
-    g + weight_decay w; 0 by default.
+    """`AdamW`, but weight decay, 0 by default, is added to the gradient: g + weight_decay w.
 
     Source: Kingma and Ba 2015, algorithm 1.
     """
@@ -184,10 +182,7 @@ class Adam(AdamW):
 
 
 class DividingRule:
-    """A rule that is several.
-
-    It says which part of the memory each is for (`Groups`, `Muon`).
-    """
+    """A rule made of several, which says what part of the memory each updates: `Groups`, `Muon`."""
 
     @property
     def lr(self) -> LearningRate:

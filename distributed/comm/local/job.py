@@ -17,9 +17,9 @@ class Ended(BaseException):
 
 
 class Killed(BaseException):
-    """Raised in a rank's program it plays a SIGKILL.
+    """What a rank's program raises to play a SIGKILL.
 
-    In a world that survives failures that rank is dead.
+    In a world that survives failures that rank is dead then.
     """
 
 

@@ -74,10 +74,7 @@ def _world_of(family: MPIFamily, settings: Settings, how: Heal) -> MPICommunicat
 
 
 def finalize_at_exit() -> None:
-    """Let this process end MPI as if all were well.
-
-    Whatever its exit status: every rank must call it.
-    """
+    """Let this process end MPI as if all were well, whatever its exit status. Every rank must call it."""
     # What `python -m mpi4py` sets for a SystemExit; it is looked at after the functions that are registered here.
     atexit.register(MPI._set_abort_status, 0)
 

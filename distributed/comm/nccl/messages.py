@@ -120,10 +120,7 @@ class NCCLMessages:
                 pass
 
     def pull(self, source: int, *, block: bool) -> bool:
-        """Take the next message of a rank, if one is announced.
-
-        As long as there is a receive that waits for one.
-        """
+        """Take the next message of a rank, if a receive waits for one and one is announced."""
         if not self._num_posted[source]:
             return False
         if source not in self._next_header:
