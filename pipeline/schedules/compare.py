@@ -7,6 +7,8 @@ of that at the end lengthens a step.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -270,11 +272,13 @@ def sweep(
 def to_csv(results: Sequence[Result]) -> str:
     """Write results as CSV, with a line of names first."""
     names = [field.name for field in fields(Result)]
-    lines = [",".join(names)]
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")  # a schedule may be named after a file with a comma
+    writer.writerow(names)
     for result in results:
         values = (getattr(result, name) for name in names)
-        lines.append(",".join(f"{value:.10g}" if isinstance(value, float) else str(value) for value in values))
-    return "\n".join([*lines, ""])
+        writer.writerow(f"{value:.10g}" if isinstance(value, float) else value for value in values)
+    return table.getvalue()
 
 
 def to_json(results: Sequence[Result]) -> str:

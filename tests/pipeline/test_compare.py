@@ -149,6 +149,15 @@ def test_compare_has_names_files_functions_and_a_search_side_by_side(tmp_path, c
     assert "own.csv is written for 2 ranks and 4 micro-batches, got 4 and 8" in capsys.readouterr().out
 
 
+def test_a_name_with_a_comma_is_one_cell_of_the_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b.csv").write_text(dump(SCHEDULES["gpipe"].orders(2, 4)))
+    assert main(["compare", "a,b.csv", "--csv", "table.csv"]) == 0
+    capsys.readouterr()
+    (row,) = csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text()))
+    assert (row["schedule"], row["num_ranks"], row["makespan"]) == ("a,b.csv", "2", "15")
+
+
 def test_what_is_found_is_drawn(tmp_path, capsys):
     path = tmp_path / "found.svg"
     assert main(["search", "--ranks", "2", "--microbatches", "3", "--placement", "one", "--svg", str(path)]) == 0
