@@ -13,8 +13,17 @@ from typing import IO
 from distributed.comm.outcome import LOST
 
 # What Open MPI says about the dead: whole lines, and words that it ends with no newline, so that anything may follow.
-_NOISE = re.compile(rb"NBC_Progress: .*|-{60,}|prterun noticed .*|signal \d+ \([\w ]+\)\.|\s*")
-_BEGINNINGS = (b"NBC_Progress: ", b"-" * 60, b"prterun noticed ", b"signal ", b"LAUNCHER JOB", LOST.encode(), b"\0")
+_NOISE = re.compile(rb"NBC_Progress: .*|\[warn\] Epoll .*|-{60,}|prterun noticed .*|signal \d+ \([\w ]+\)\.|\s*")
+_BEGINNINGS = (
+    b"NBC_Progress: ",
+    b"[warn] Epoll ",
+    b"-" * 60,
+    b"prterun noticed ",
+    b"signal ",
+    b"LAUNCHER JOB",
+    LOST.encode(),
+    b"\0",
+)
 _UNENDED_NOISE = b"LAUNCHER JOB OBJECT NOT FOUND"
 
 

@@ -38,7 +38,8 @@ import matplotlib.pyplot as plt
 # the optimizer steps in `commit`, once all ranks have agreed that everything the step needs of others is done.
 #
 # A rank tells each thing in a line of JSON. What recovery has to `say` is told by one of those that live, as soon as a
-# death is seen, and once more when all have healed.
+# death is seen, and once more when all have healed. The loss of a step is told by both, since either may die when a
+# step is done and not yet told.
 
 # %%
 TRAIN = """
@@ -84,8 +85,8 @@ for attempt in recovering(comm, build, num_steps=150, say=lambda line: tell(said
         training.ddp.wait()
         mean = training.ddp.mean(loss.item())
         attempt.commit()
-    if attempt.committed and attempt.comm.rank == 0:
-        tell(step=attempt.step, loss=mean)
+    if attempt.committed:
+        tell(rank=attempt.comm.rank, step=attempt.step, loss=mean)
 """
 folder = Path(mkdtemp())
 
@@ -103,7 +104,7 @@ environ = os.environ | {"OMPI_MCA_osc": "^ucx"}  # a part of Open MPI that compl
 def train(kills):
     """Return the losses by step, and the steps at which a rank was killed."""
     command = [sys.executable, "-m", "distributed.recovery", "-n", "2", "train.py"]
-    losses, pids, moments = {}, {}, []
+    losses, done, pids, moments = {}, set(), {}, []
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True) as job:
         for line in job.stdout:
             said = json.loads(line.replace("\0", ""))
@@ -113,13 +114,15 @@ def train(kills):
             if "said" in said:
                 print(said["said"])
                 continue
-            assert said["step"] not in losses, "each step is done once"
-            losses[said["step"]] = said["loss"]
-            if said["step"] in kills:
-                os.kill(pids[kills[said["step"]]], signal.SIGKILL)
-                moments.append(said["step"])
+            rank, step, loss = said["rank"], said["step"], said["loss"]
+            assert (rank, step) not in done, "each step is done once"
+            done.add((rank, step))
+            assert losses.setdefault(step, loss) == loss, "the mean is the same on both ranks"
+            if step in kills and step not in moments:
+                os.kill(pids[kills[step]], signal.SIGKILL)
+                moments.append(step)
     assert job.returncode == 0, "mpirun is needed: `make setup` brings one"
-    return losses, moments
+    return dict(sorted(losses.items())), moments
 
 
 undisturbed, _ = train(kills={})
