@@ -154,10 +154,11 @@ def main() -> None:
     sample = write(training.stages, training.schedule, prompt, settings) if writes else prompt
     if tokenizer is not None:
         run.say(f"{loss / tokenizer.bytes_a_token(validation):.3f} nats a byte")
-        run.say(f"after\n{''.join(tokenizer.decode(prompt))}\nit writes\n{''.join(tokenizer.decode(sample))}")
+        before, written = ("".join(tokenizer.decode(ids)) for ids in (prompt, sample))
+        run.say(f"after this text:\n{before}\nthe model writes:\n{written}")
     elif is_bytes:
         run.say(f"a trigram table gets {trigram_nats(train, validation):.3f}")
-        run.say(f"after\n{as_text(prompt)}\nit writes\n{as_text(sample)}")
+        run.say(f"after this text:\n{as_text(prompt)}\nthe model writes:\n{as_text(sample)}")
 
 
 def figures(loss: float, bytes_a_token: float | None) -> dict[str, float]:

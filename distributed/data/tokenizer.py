@@ -12,7 +12,6 @@ Source: Sennrich et al. 2016 (BPE); Radford et al. 2019 (over bytes).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from distributed.data.token_files import Tokens, read_tokens, write_tokens
+from minigrad.command_parser import CommandParser
 from minigrad.extras import needs
 from minigrad.files import atomic_write
 
@@ -138,7 +138,7 @@ def _write_tokens(lines: Sequence[str], folder: Path) -> Tokenizer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "python -m distributed.data.tokenizer", description="Turn a text into tokens, by a tokenizer trained on it."
     )
     parser.add_argument("text", help="a file or a folder of files, in UTF-8")

@@ -14,16 +14,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from distributed.recovery.launcher import Launcher
+from minigrad.command_parser import CommandParser
 
 PROGRAM = "python -m distributed.recovery"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = _Parser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, required=True, metavar="RANKS", help="number of ranks")
     parser.add_argument("script", help="a Python script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
@@ -41,13 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Where somebody looks, a progress bar comes through as it is written.
     stream = ["--stream-buffering", "0"] if sys.stderr.isatty() else []
     return Launcher([mpirun, "--with-ft", "ulfm", *stream, *ranks], _environment(), _say).run()
-
-
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def mpi_without_healing(version: str) -> str | None:

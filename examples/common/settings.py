@@ -221,6 +221,8 @@ class HybridSettings(ScheduleSettings):
         product = f"dp * pp must equal the number of ranks, got dp={self.dp}, pp={self.pp} and {ranks}"
         if self.dp * self.pp == 1:
             product += f"; --dp {world_size} makes replicas, --pp {world_size} a pipeline"
+        elif world_size == 1:
+            product += f"; mpirun -n {self.dp * self.pp} python -m mpi4py SCRIPT starts so many"
         yield self.dp * self.pp == world_size, product
         yield from super().rules(self.pp)
         num_parts = self.dp * self.num_microbatches

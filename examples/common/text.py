@@ -22,14 +22,17 @@ def load_tokens(path: str | None, *, vocab_size: int | None = None) -> Tokens:
             the same on every machine.
         vocab_size: all tokens must be below it.
     Raises:
-        ValueError: there are no such tokens, see `read_tokens`, or one is not below vocab_size.
+        ValueError: there are no such tokens, see `read_tokens`, or one is not below vocab_size; said in flags.
     """
-    if path is not None:
-        return read_tokens(path, vocab_size=vocab_size)
-    from pydoc_data.topics import topics
+    try:
+        if path is not None:
+            return read_tokens(path, vocab_size=vocab_size)
+        from pydoc_data.topics import topics
 
-    tokens = np.frombuffer("\n\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
-    check_range(tokens, 256 if vocab_size is None else vocab_size, "the text that comes with Python")
+        tokens = np.frombuffer("\n\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+        check_range(tokens, 256 if vocab_size is None else vocab_size, "the text that comes with Python")
+    except ValueError as error:
+        raise ValueError(f"--text: {str(error).replace('vocab_size', '--vocab')}") from error
     return tokens
 
 

@@ -216,6 +216,10 @@ class HealSettings(ReplicationSettings):
         yield self.spares == 0 or self.heal in ("shrink", "spares"), waits
         few = f"dp * pp = {self.dp * self.pp} ranks and {self.spares} spares are more than {world_size}"
         yield self.spares == 0 or self.spares < world_size, few
+        copies = (
+            f"--buddy-every is for --heal replace, shrink and spares, got {self.buddy_every} and --heal {self.heal}"
+        )
+        yield self.buddy_every == 0 or self.heal != "none", copies
         yield from super().rules(world_size - self.spares)
 
 

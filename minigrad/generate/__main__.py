@@ -18,6 +18,7 @@ import numpy as np
 
 from distributed.checkpoint.files import MANIFEST, CheckpointError, complete, read_manifest, read_tensors
 from distributed.data.tokenizer import Tokenizer
+from minigrad.command_parser import CommandParser
 from minigrad.models import GPT, GPTConfig, gpt2
 from minigrad.models.generation import Sampling, generate
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     args = _parser().parse_args(argv)
     try:
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+        sampling = _sampling(args)
         if args.tokens < 0:
             raise ValueError(f"--tokens must be at least 0, got {args.tokens}")
         model = read_model(Path(args.folder))
@@ -48,8 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _sampling(args: argparse.Namespace) -> Sampling:
+    """Return what the flags ask for; what is wrong with one is said of the flag."""
+    try:
+        return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    except ValueError as error:
+        name, _, rule = str(error).removeprefix("Sampling: ").partition(" ")
+        raise ValueError(f"--{name.replace('_', '-')} {rule}") from error
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a run, a checkpoint, or GPT-2's files")
     parser.add_argument(
         "--prompt",

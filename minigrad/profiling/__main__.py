@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
+from argparse import REMAINDER
 from collections.abc import Sequence
 from pathlib import Path
 
+from minigrad.command_parser import CommandParser
 from minigrad.profiling.calls import watching
 from minigrad.profiling.floors import table
 
@@ -16,13 +17,13 @@ PROGRAM = "python -m minigrad.profiling"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, which is the script's."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=PROGRAM,
         description="Run a script of one process and print a table of its time by op, beside the least that its matrix "
         "products and its bytes need. A dozen steps are enough.",
     )
     parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("arguments", nargs=REMAINDER, help="of the script").required = False
     args = parser.parse_args(argv)
     script = Path(args.script)
     if not script.is_file():

@@ -45,14 +45,6 @@ def count(text: str) -> int:
     return value
 
 
-def whole(text: str) -> int:
-    """Read a whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {shortened(text)!r}") from None
-
-
 def _numbers(what: str, allows: Callable[[float], bool], *, commas: bool = False) -> Callable[[str], Numbers]:
     def read(text: str) -> Numbers:
         try:

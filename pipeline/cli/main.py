@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from minigrad.command_parser import CommandParser
 from pipeline.cli import check, compare, draw, dump, files, memory, repair, search, simulate, sweep, verify
 
 PROGRAM = "python -m pipeline"
@@ -24,16 +23,9 @@ COMMANDS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 2 for a wrong name or value."""
-    parser = Parser(
+    parser = CommandParser(
         prog=PROGRAM,
         description="Look at pipeline schedules, and verify that a model trains in one as in one process.",
         epilog=f"for example: {PROGRAM} draw 1f1b --stages 4 --microbatches 8",

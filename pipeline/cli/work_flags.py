@@ -64,7 +64,7 @@ def add_work(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
     add_skip_bytes(parser)
     what = f"of a {SEARCH}, at most (default 10)"
     parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help=what)
-    parser.add_argument("--seed", type=flags.whole, default=0, help=f"of the random rules of a {SEARCH} (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the random rules of a {SEARCH} (default 0)")
 
 
 def candidates_of(arguments: argparse.Namespace) -> dict[str, Candidate]:

@@ -93,7 +93,7 @@ def test_a_run_keeps_its_tokenizer_and_writes_text(folder: Path, tmp_path: Path)
     (by_byte,) = re.findall(r"^([\d.]+) nats a byte$", result.stdout, re.MULTILINE)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert f"{summary['validation_nats_per_byte']:.3f}" == by_byte
-    assert "\nit writes\n" in result.stdout
+    assert "\nthe model writes:\n" in result.stdout
     command = ["-m", "minigrad.generate", "run", "--prompt", "die Bäume", "--tokens", "5"]
     result = run_job(command, ranks=None, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

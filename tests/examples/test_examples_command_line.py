@@ -69,7 +69,9 @@ def test_a_flag_that_a_resumed_run_keeps_can_be_taken_back_and_one_for_once_cann
 
 
 def test_unreadable_text_is_one_line_and_a_lone_rank_says_so_too() -> None:
-    line = "train.py: tokens must be a file or directory that can be read, got gone: No such file or directory\n"
+    line = (
+        "train.py: --text: tokens must be a file or directory that can be read, got gone: No such file or directory\n"
+    )
     for rank, expected in ((0, line), (1, f"[rank 1] {line}")):
         result = run_as_rank(rank, 2, "--dp", "2", "--text", "gone")
         assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
@@ -176,7 +178,8 @@ WHERE = " (flags that are not given are as in runs/train-2/settings.json)"
         ),
         (
             "--resume auto --dp 2",
-            f"dp * pp must equal the number of ranks, got dp=2, pp=1 and 1 rank{WHERE}",
+            "dp * pp must equal the number of ranks, got dp=2, pp=1 and 1 rank; "
+            f"mpirun -n 2 python -m mpi4py SCRIPT starts so many{WHERE}",
         ),
         (
             "--resume runs/train-1",

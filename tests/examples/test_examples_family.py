@@ -215,7 +215,11 @@ def test_help_teaches_and_lists_every_flag_once(
     [
         *((name, "--steps 0", "--steps must be at least 1, got 0") for name in SETTINGS),
         ("mlp_digits", "--hidden 0", "--hidden must be at least 1, got 0"),
-        ("gpt_single", "--text gone", "tokens must be a file or directory that can be read, got gone: No such .*"),
+        (
+            "gpt_single",
+            "--text gone",
+            "--text: tokens must be a file or directory that can be read, got gone: No such .*",
+        ),
         (
             "gpt_ddp",
             "--context 999999",
@@ -235,7 +239,7 @@ def test_help_teaches_and_lists_every_flag_once(
         ),
         ("gpt_local_steps", "--alpha 1.5", "--alpha must be at most 1, got 1.5"),
         ("gpt_local_steps", "--outer-lr 0", "--outer-lr must be above 0, got 0.0"),
-        ("gpt_hybrid", "--dp 2", "dp \\* pp must equal the number of ranks, got dp=2, pp=1 and 1 rank"),
+        ("gpt_hybrid", "--dp 2", "dp \\* pp must equal the number of ranks, got dp=2, pp=1 and 1 rank; mpirun -n 2 .*"),
         ("schedule_from_csv", "--schedule-file gone", "--schedule-file must be a file that can be read, got gone: .*"),
         (
             "schedule_from_csv",

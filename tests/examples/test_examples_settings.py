@@ -99,7 +99,13 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
             "dp * pp must equal the number of ranks, got dp=1, pp=1 and 4 ranks; "
             "--dp 4 makes replicas, --pp 4 a pipeline",
         ),
-        ({"dp": 2}, 1, "dp * pp must equal the number of ranks, got dp=2, pp=1 and 1 rank"),
+        (
+            {"dp": 2},
+            1,
+            "dp * pp must equal the number of ranks, got dp=2, pp=1 and 1 rank; "
+            "mpirun -n 2 python -m mpi4py SCRIPT starts so many",
+        ),
+        ({"buddy_every": 3}, 1, "--buddy-every is for --heal replace, shrink and spares, got 3 and --heal none"),
         ({"pp": 5}, 5, "--layers must give each stage a block, got 4 for the 5 stages of 1f1b on 5 ranks"),
         (
             {"dp": 2, "pp": 2, "microbatches": 25},

@@ -26,7 +26,7 @@ def test_default_text_is_long_and_the_same_each_time() -> None:
 
 
 def test_default_text_needs_its_vocabulary() -> None:
-    with pytest.raises(ValueError, match=r"tokens must be from 0 to vocab_size - 1, .* and vocab_size=50"):
+    with pytest.raises(ValueError, match=r"^--text: tokens must be from 0 to --vocab - 1, .* and --vocab=50"):
         text.load_tokens(None, vocab_size=50)
 
 
@@ -34,7 +34,7 @@ def test_tokens_come_from_files_and_directories_and_are_checked(tmp_path: Path) 
     (tmp_path / "words.txt").write_bytes(b"abc")
     assert text.load_tokens(str(tmp_path / "words.txt")).tobytes() == b"abc"
     assert text.load_tokens(str(tmp_path)).tobytes() == b"abc"
-    with pytest.raises(ValueError, match="tokens must be from 0 to vocab_size - 1, got 99 at position 2"):
+    with pytest.raises(ValueError, match="tokens must be from 0 to --vocab - 1, got 99 at position 2"):
         text.load_tokens(str(tmp_path), vocab_size=99)
     with pytest.raises(ValueError, match=r"that can be read, got .*gone: No such file"):
         text.load_tokens(str(tmp_path / "gone"))

@@ -44,7 +44,7 @@ def learned(output: str) -> str:
 def test_it_shows_progress_a_validation_loss_and_a_sample(one_process: str) -> None:
     assert one_process.startswith("1 rank, no MPI")
     assert re.search(r"validation loss \d\.\d{3} nats a token\na trigram table gets \d\.\d{3}", one_process)
-    assert "\nit writes\n" in one_process
+    assert "\nthe model writes:\n" in one_process
 
 
 class Run(NamedTuple):
@@ -150,7 +150,7 @@ def test_the_timeline_shows_the_last_step_on_every_rank(runs: dict[str, Run]) ->
     ("flags", "line"),
     [
         ("--dp 3", "dp * pp must equal the number of ranks, got dp=3, pp=1 and 2 ranks"),
-        ("--dp 2 --text nowhere.txt", "tokens must be a file or directory that can be read, got nowhere.txt"),
+        ("--dp 2 --text nowhere.txt", "--text: tokens must be a file or directory that can be read, got nowhere.txt"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(flags: str, line: str, tmp_path: Path) -> None:

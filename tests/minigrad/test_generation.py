@@ -212,13 +212,30 @@ def test_a_checkpoint_will_do_for_a_run(run, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+        (["--top-p", "2"], "--top-p must be above 0 and at most 1, got 2.0"),
+        (["--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--temperature", "-1"], "--temperature must be at least 0 and finite, got -1.0"),
+        (["--seed", "-1"], "--seed must be from 0 to 2**64 - 1, got -1"),
         (["--prompt", ""], "a prompt needs at least one token, got ''"),
         (["--tokens", "-1"], "--tokens must be at least 0, got -1"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(run, flags, message, capsys):
     assert main([str(run), *flags]) == 2
+    assert capsys.readouterr().err == f"python -m minigrad.generate: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--top-k x", "--top-k must be an integer, got 'x'"),
+        ("--top-p x", "--top-p must be a number, got 'x'"),
+        ("--what", "unrecognized arguments: --what"),
+    ],
+)
+def test_a_flag_that_cannot_be_read_is_one_line_too(flags, message, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["folder", *flags.split()])
     assert capsys.readouterr().err == f"python -m minigrad.generate: {message}\n"
 
 

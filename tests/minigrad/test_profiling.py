@@ -58,6 +58,9 @@ def test_how_a_script_ends_is_how_the_command_ends(tmp_path: Path) -> None:
     assert "linear" in result.stdout
     result = run(tmp_path, "nowhere.py")
     assert (result.returncode, result.stderr) == (2, "python -m minigrad.profiling: there is no file nowhere.py\n")
+    result = run(tmp_path)
+    required = "the following arguments are required: script\n"
+    assert (result.returncode, result.stderr) == (2, f"python -m minigrad.profiling: {required}")
 
 
 def test_calls_have_their_bytes_and_products() -> None:

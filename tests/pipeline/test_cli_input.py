@@ -78,7 +78,7 @@ ARGUMENTS = [
     (["verify", "mlp", "--microbatches", "1" + "0" * 12], "must make at most"),
     (["dump", "gpipe", "--stages", "9" * 5000], "must be a whole number of at least 1, got '999"),
     (["dump", "gpipe", "--stages", "nan"], "must be a whole number of at least 1, got 'nan'"),
-    (["search", "--seed", "x"], "argument --seed: must be a whole number, got 'x'"),
+    (["search", "--seed", "x"], "--seed must be an integer, got 'x'"),
     (["draw", "1f1b", "--width", "5"], "--width must have room for an action, at least 11 letters, got 5"),
     (["draw", "1f1b", "--svg", "a.x", "--png", "./a.x"], "--svg and --png must be different files, got a.x"),
     (["dump", "gpipe", "--stages", "-3"], "must be a whole number of at least 1, got '-3'"),

@@ -144,7 +144,7 @@ RULES = {
         RANKS | TRAINED | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
     ),
     "distributed.data": Rule(
-        {"numpy", "tokenizers", "minigrad.backend", "minigrad.extras", "minigrad.files"},
+        {"numpy", "tokenizers", "minigrad.backend", "minigrad.command_parser", "minigrad.extras", "minigrad.files"},
         "distributed.data.batches -> distributed.comm.world",
     ),
     "distributed.trace": Rule(
