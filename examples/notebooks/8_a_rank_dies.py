@@ -74,7 +74,7 @@ def tell(**what):
 
 comm = world(survive=True, deterministic=True)
 tell(rank=comm.rank, pid=os.getpid())
-for attempt in recovering(comm, build, num_steps=150, say=lambda line: tell(said=line)):
+for attempt in recovering(comm, build, num_steps=300, say=lambda line: tell(said=line)):
     if attempt.recovery is not None and attempt.comm.rank == 0:
         tell(said=str(attempt.recovery))
     with attempt as training:
