@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distributed.comm.communicator import MAX_MESSAGE_ELEMENTS
-
 
 class LaunchError(RuntimeError):
     """What started these ranks cannot give them the world that they ask for."""
@@ -23,7 +21,6 @@ class Settings:
         progress_thread: a thread moves unfinished operations, so that nobody has to call progress().
         check_collectives: ranks compare each collective before it starts.
         survive: the death of a rank raises RankFailure on the others, and ends the job no more.
-        max_message_elements: what is longer goes in several messages.
         hosts: the host of each world rank; found out by default. Lets one host pass for several in a test.
     """
 
@@ -33,7 +30,6 @@ class Settings:
     progress_thread: bool = False
     check_collectives: bool = False
     survive: bool = False
-    max_message_elements: int = MAX_MESSAGE_ELEMENTS
     hosts: Sequence[str] | None = None
 
     def __post_init__(self) -> None:

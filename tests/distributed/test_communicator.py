@@ -190,13 +190,15 @@ def test_reduce_scatter_leaves_each_rank_its_slice(ranks, n):
 
 @pytest.mark.parametrize("n", [0, 1, 50])
 @pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("in_buffer", [True, False])
+@pytest.mark.parametrize("in_buffer", ["all", "array", ""])
 def test_a_wide_sum_is_rounded_once_whoever_has_wide_values(ranks, n, everywhere, in_buffer):
     def program(comm):
         size = comm.size * n
         memory = comm.buffer(12 * size + 1, np.uint8) if in_buffer else np.zeros(12 * size + 1, np.uint8)
         wide, array, is_wide = np.split(memory, [8 * size, 12 * size])
         wide, array = wide.view(np.float64), array.view(np.float32)
+        if in_buffer == "array":
+            wide, is_wide = wide.copy(), is_wide.copy()
         values = np.random.default_rng(comm.rank).standard_normal(size).astype(np.float32)
         expected = functools.reduce(np.add, comm.allgather(values).wait().astype(np.float64))
         own = slice(None) if everywhere else slice(comm.rank * n, comm.rank * n + n)
@@ -269,6 +271,8 @@ def test_buffer_is_memory_that_reduces(ranks):
         assert (buffer.shape, buffer.dtype) == ((10,), np.float32)
         assert (buffer == 0).all()
         assert comm.buffer(0, np.float32).shape == (0,)
+        assert comm.buffer(1 << 14, np.uint8).shape == (1 << 14,)  # pages, of which nothing is left over
+        assert comm.buffer(101, np.uint8).ctypes.data % 16 == 0
         buffer[:] = comm.rank + np.arange(10)
         part = buffer[3:9].reshape(2, 3)
         assert comm.allreduce(part, op=ReduceOp.MEAN).wait() is part
@@ -421,6 +425,24 @@ def test_outstanding_collectives_finish_in_any_order(ranks):
             comm.progress()
             works[i].wait()
             assert (arrays[i] == comm.size * i + comm.size * (comm.size - 1) // 2).all()
+
+    ranks.run(program)
+
+
+def test_comparisons_keep_their_place_among_other_collectives(ranks):
+    """They are two collectives of MPI's where there are floats, one of them for nan."""
+
+    def program(comm):
+        works = []
+        for i in range(10):
+            works.append(comm.allreduce(np.full(1000, float(comm.rank + i)), op=ReduceOp.MAX))
+            if comm.rank % 2:
+                time.sleep(300e-6)
+                comm.progress()
+            works.append(comm.allgather(np.array([comm.rank])))
+        for i in range(10):
+            assert (works[2 * i].wait() == comm.size - 1 + i).all()
+            assert works[2 * i + 1].wait()[:, 0].tolist() == list(range(comm.size))
 
     ranks.run(program)
 
@@ -835,7 +857,7 @@ def _abort(comm):
     comm.abort("no data")
 
 
-@pytest.mark.parametrize("in_buffer", [False, True])
+@pytest.mark.parametrize("in_buffer", [False, True, "the first"])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("n", [0, 5])
 @pytest.mark.parametrize("dtype", [np.float32, np.int16])
@@ -845,6 +867,8 @@ def test_slices_are_gathered_in_place(ranks, n, dtype, in_buffer, together):
         memory = comm.buffer(2 * size + 1, dtype) if in_buffer else np.zeros(2 * size + 1, dtype)
         memory[:] = -1
         parts = [memory[1 + size :], memory[1 : 1 + size]]
+        if in_buffer == "the first":
+            parts[1] = parts[1].copy()
         for part, first in zip(parts, (0, 100), strict=True):
             part[comm.rank * n : (comm.rank + 1) * n] = np.arange(comm.rank * n, (comm.rank + 1) * n) + first
         works = [comm.allgather_in_place(*parts)] if together else [comm.allgather_in_place(part) for part in parts]
@@ -860,9 +884,11 @@ def test_slices_are_gathered_in_place(ranks, n, dtype, in_buffer, together):
 def test_several_gathers_at_once_keep_their_place_among_other_collectives(ranks):
     def program(comm):
         flats = [np.full(comm.size * n, float(comm.rank)) for n in (1 << 16, 1)]
-        works = [comm.allgather_in_place(*flats), comm.allgather(np.array([comm.rank + 0.5]))]
-        for i in (0, 1) if comm.rank % 2 else (1, 0):
-            works[i].wait()
+        works = [comm.allgather_in_place(*flats)]
+        if comm.rank % 2:
+            works[0].wait()
+        works.append(comm.allgather(np.array([comm.rank + 0.5])))
+        works[0].wait()
         for flat in flats:
             np.testing.assert_array_equal(flat, np.repeat(np.arange(comm.size), len(flat) // comm.size))
         np.testing.assert_array_equal(works[1].wait()[:, 0], np.arange(comm.size) + 0.5)

@@ -216,10 +216,15 @@ def test_an_error_of_mpi_belongs_to_its_message_whoever_polls_it(ranks):
 @under_mpirun
 @pytest.mark.ranks(2, 3, 4)
 def test_world_hands_on_its_settings(ranks):
+    from mpi4py import MPI
+
     def program(comm):
         ordered = world(deterministic=True)
         assert reductions(ordered, np.float32) == LocalWorld(comm.size).run(reductions, np.float32)[comm.rank]
         assert ordered._in_rank_order  # two ranks have one order only
+        assert ordered.max_tag == MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        assert world(check_collectives=comm.rank == 1)._check is not None  # one that asks is enough
+        assert world(check_collectives=False)._check is None
         synchronous = world(synchronous_sends=True)
         if comm.rank == 0:
             send = synchronous.isend(np.ones(1), dest=1, tag=0)
@@ -364,6 +369,27 @@ def test_ranks_on_one_host_split_off_beside_others_on_several(ranks):
         assert part._in_rank_order == (comm.rank < 2)
         assert (part.allreduce(np.ones(3)).wait() == part.size).all()
         assert make(comm, hosts=hosts)._in_rank_order == (comm.size < 4)
+
+    ranks.run(program)
+
+
+@under_mpirun
+def test_a_sequence_moves_while_its_rank_computes(ranks):
+    def program(comm):
+        other = comm.duplicate()
+        found = []
+
+        def steps():
+            total = yield comm.allreduce(np.ones(1))
+            found.extend((yield other.allgather(total))[:, 0])
+            return total
+
+        work = comm.sequence(steps())
+        deadline = time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            comm.progress()
+        assert found == [comm.size] * comm.size
+        work.wait()
 
     ranks.run(program)
 

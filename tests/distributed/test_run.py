@@ -330,6 +330,74 @@ def test_whoever_waited_for_a_folder_has_it_alone(monkeypatch: pytest.MonkeyPatc
     RunFolder("run").close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524, errno.EIO])
+def test_only_a_disk_that_fails_is_more_than_one_without_locks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if number == errno.EIO:
+        with pytest.raises(ValueError, match="--run must be a folder that can be written to, got run: Input/output"):
+            RunFolder("run")
+    else:
+        assert "has no locks" in str(RunFolder("run").warning)
+
+
+def test_a_folder_that_was_there_before_stays() -> None:
+    Path("run").mkdir()
+    RunFolder("run").close()
+    assert list(Path("run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("steps_before", "last", "kept"),
+    [([0, 1, 2, 3], 2, [0, 1, 2]), ([0, 1], 2, [0, 1, 2]), ([0, 1], 1, [0, 1]), ([0, 1], None, [0, 1]), ([], 2, [2])],
+)
+def test_the_line_of_a_step_whose_writer_died_over_it_is_added_once(
+    steps_before: list[int], last: int | None, kept: list[int]
+) -> None:
+    folder = RunFolder("run")
+    metrics = folder.path / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"step": {step}}}\n' for step in steps_before))
+    folder.write_summary({})
+    folder.begin({}, metrics, 3, goes_on=False, last=None if last is None else {"step": last})
+    assert [line["step"] for line in folder.read_metrics()] == kept
+    assert folder.is_finished()
+    folder.begin({}, metrics, 3, goes_on=True)
+    assert not folder.is_finished()
+
+
+def test_the_first_line_of_each_process_says_on_how_many_ranks() -> None:
+    train(SETTINGS, stop_at=2)
+    run = train(replace(SETTINGS, resume="auto"))
+    assert [line.get("ranks") for line in lines(run)] == [1, None, None, 1, None, None]
+
+
+def test_a_run_that_ends_early_is_drawn_and_its_job_knows_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Path] = []
+    monkeypatch.setattr(run_folder, "draw_plots", lambda path, **_: drawn.append(path))
+    monkeypatch.setenv("MINIGRAD_JOB_FOLDER", "job")
+    run = train(SETTINGS, stop_at=2)
+    assert drawn == [run.folder]
+    assert Path("job/run").read_text() == str(run.folder)
+
+
+def test_metrics_that_were_removed_are_not_begun_again(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Linear(ParamGetter(), 2, 1)
+    run = Run(SETTINGS, SoloCommunicator())
+    steps = run.steps(model, Optimizer(model.parameters(), SGD(0.1)), Sampler(5, batch_size=1, seed=0))
+
+    def train_on() -> None:
+        for step in steps:
+            if step == 3:
+                (run.folder / "metrics.jsonl").unlink()
+            run.log(1.0)
+
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_on()
+    assert "run/metrics.jsonl: No such file or directory" in capfd.readouterr().err
+
+
 def test_two_runs_of_one_second_have_folders_of_their_own() -> None:
     settings = replace(SETTINGS, run=None)
     runs = [Run(settings, SoloCommunicator()) for _ in range(3)]

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distributed import DistributedDataParallel, LocalWorld, ReduceOp, launched_by_mpi
+from distributed import DistributedDataParallel, LocalWorld, ReduceOp, SoloCommunicator, launched_by_mpi
 from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
 from distributed.comm.mpi.staging import Staging
-from distributed.comm.mpi.windows import lack_of_shared_files, map_shared_file, share_file
+from distributed.comm.mpi.windows import lack_of_shared_files, lack_of_space, map_shared_file, share_file
 from minigrad import backward_with_hooks
 from minigrad.models import MLP
 from minigrad.optim import SGD
@@ -325,6 +325,10 @@ def test_with_shards_values_lie_in_a_window_and_gradients_pass_through_one(ranks
         assert all(in_window(ddp.comm, p.data) for p in ddp.params)
         assert len(ddp.comm._shared) == (2 if zero == 1 else 1)
         assert (ddp.comm._staging is None) == (zero == 1)
+        staging = ddp.comm._staging
+        if staging is not None:
+            ddp.comm.stage_reductions()
+            assert ddp.comm._staging is staging
 
     ranks.run(program)
 
@@ -332,9 +336,13 @@ def test_with_shards_values_lie_in_a_window_and_gradients_pass_through_one(ranks
 def scattered(comm, dtype):
     """Reduce arrays to slices, several at once, some longer than what they pass through; return all bytes."""
     comm.stage_reductions()
-    arrays = [np.random.default_rng([comm.rank, n]).standard_normal(comm.size * n).astype(dtype) for n in (7, 2**19, 0)]
-    works = [comm.reduce_scatter(array, op=op) for op in ReduceOp for array in map(np.copy, arrays)]
-    return [works[i].wait().tobytes() for i in reversed(range(len(works)))]
+    lengths = (7, 2**19, 0, 1)
+    arrays = [np.random.default_rng([comm.rank, n]).standard_normal(comm.size * n).astype(dtype) for n in lengths]
+    copies = [(op, array.copy()) for op in ReduceOp for array in arrays]
+    works = [comm.reduce_scatter(array, op=op) for op, array in copies]
+    for work in reversed(works):
+        work.wait()
+    return [np.split(array, comm.size)[comm.rank].tobytes() for _, array in copies]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -465,6 +473,8 @@ def test_where_nothing_can_be_shared_the_array_is_plain(ranks):
             ordered = make(hosts="aabb", deterministic=True)  # host by host is not rank by rank
             assert not in_window(ordered, ordered.buffer(10, np.float32))
         assert not in_window(comm, np.zeros(10))
+        here = make(deterministic=True)
+        assert in_window(here, here.buffer(10, np.float32))  # summed in rank order there too
         num_windows = len(comm._shared)
         comm.buffer(0, np.float32)
         assert len(comm._shared) == num_windows
@@ -527,6 +537,8 @@ def test_shared_files_are_for_systems_that_keep_them_in_memory_and_writes_in_ord
     assert "x86 processors, which keep writes in order, not for arm64" in str(lack_of_shared_files())
     monkeypatch.setattr("distributed.comm.mpi.windows._FOLDER", tmp_path / "shm")
     assert lack_of_shared_files() == f"this system has no {tmp_path / 'shm'}"
+    assert share_file(SoloCommunicator(), 8) == (None, f"this system has no {tmp_path / 'shm'}")
+    assert lack_of_space(1 << 60) is None  # MPI knows where it puts windows
 
 
 @under_mpirun

@@ -8,18 +8,20 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.text import load_tokens
 from common.train_gpt_settings import TrainSettings
 from distributed.checkpoint.files import Manifest, commit
-from distributed.run import RunSettings, command_line
+from distributed.comm.outcome import read_end
+from distributed.run import ReplicaSettings, RunSettings, command_line, read_flags
 from distributed.run.command_line import find_run, read_saved, read_settings, to_save
 from distributed.run.flags import flag_of
 
 
-def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_as_rank(rank: int, size: int, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Read settings and a text as a script does that Open MPI has started, but in this process."""
     said, complained, code = io.StringIO(), io.StringIO(), 0
     with (
@@ -29,6 +31,8 @@ def run_as_rank(rank: int, size: int, *arguments: str) -> subprocess.CompletedPr
     ):
         patch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
         patch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
+        for name, value in environ.items():
+            patch.setenv(name, value)
         patch.setattr(command_line, "GRACE_SECONDS", 0.0)
         patch.setattr(sys, "argv", ["train.py", *arguments])
         try:
@@ -84,6 +88,10 @@ def test_help_teaches_every_flag_once() -> None:
     for f in fields(TrainSettings):
         assert len(re.findall(rf"\n  {flag_of(f.name)}[ ,]", result.stdout)) == 1
     titles = [line for line in result.stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles[:2] == ["options:", "Every run:"]
+    assert "  --lr RATE " in result.stdout
+    assert "  --progress {auto,bar,lines}\n" in result.stdout
+    assert "default: None" not in result.stdout
     assert len(titles) == len(set(titles)) == 13  # "options", and what each of twelve classes adds
     result = run_as_rank(1, 2, "--help")
     assert (result.returncode, result.stdout) == (0, "")
@@ -102,6 +110,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["examples/train.py"])
+    Path("runs/worker-9").mkdir(parents=True)
+    Path("runs/worker-9/settings.json").write_text(json.dumps(to_save(TrainSettings()) | {"script": "worker"}))
     for name, layers in (("train-1", 5), ("train-2", 6)):
         folder = Path("runs") / name
         folder.mkdir(parents=True)
@@ -122,6 +132,10 @@ def test_settings_are_saved_and_read_back_but_for_those_of_one_start(runs: Path)
     saved = read_saved(runs / "train-1" / "settings.json", TrainSettings)
     assert TrainSettings(**saved) == TrainSettings(layers=5, lr=0.25, text="here")
     assert "layers" not in read_saved(runs / "train-1" / "settings.json", RunSettings)
+    of_before = to_save(TrainSettings(layers=5))
+    del of_before["settings"]["layers"]  # it goes on with the default, and with any other too
+    (runs / "train-1" / "settings.json").write_text(json.dumps(of_before))
+    assert "layers" not in read_saved(runs / "train-1" / "settings.json", TrainSettings)
 
 
 @pytest.mark.parametrize(
@@ -245,16 +259,75 @@ def test_a_number_that_no_machine_can_hold_is_one_line(arguments: str, line: str
     assert said.startswith(f"train.py: {line}")
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [("Unable to allocate\n12.0 TiB", "Unable to allocate 12.0 TiB"), ("", "there is not enough memory")],
+)
 def test_what_cannot_be_had_is_one_line_from_one_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def main() -> None:
-        raise MemoryError("Unable to allocate 12.0 TiB")
+        raise MemoryError(words)
 
     monkeypatch.setattr(sys, "argv", ["train.py"])
     with pytest.raises(SystemExit, match=r"^2$"):
         command_line.run_script(main)
-    assert capsys.readouterr().err == "train.py: Unable to allocate 12.0 TiB\n"
+    assert capsys.readouterr().err == f"train.py: {line}\n"
+    monkeypatch.setattr(command_line, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True)))
+    with pytest.raises(MemoryError):
+        command_line.run_script(main)
+
+
+def test_a_job_that_is_started_again_goes_on_with_its_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIGRAD_RUN", "runs/train-1")
+    settings = read_settings(TrainSettings, "", [])
+    assert (settings.run, settings.layers) == (None, 4)  # no launcher has started this
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    settings = read_settings(TrainSettings, "", ["--run", "runs/new", "--lr", "0.5"])
+    assert (settings.run, settings.resume, settings.layers, settings.lr) == ("runs/train-1", "auto", 5, 0.5)
+
+
+def test_a_newcomer_has_the_settings_of_those_that_it_joins(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own launcher counts one rank, and what they were checked for it is not checked for again."""
+    path = runs / "train-1" / "settings.json"
+    path.write_text(json.dumps(to_save(TrainSettings(layers=5, dp=2, pp=2, run="runs/train-1"))))
+    (runs.parent / "job").mkdir()
+    (runs.parent / "job" / "run").write_text("runs/train-1")
+    monkeypatch.setenv("MINIGRAD_JOB_FOLDER", "job")
+    monkeypatch.setenv("MINIGRAD_NEWCOMER", "1")
+    settings = read_settings(TrainSettings, "", [])
+    assert (settings.run, settings.resume, settings.layers, settings.dp) == ("runs/train-1", None, 5, 2)
+    assert read_flags(ReplicaSettings, "", ["--batch", "0"]).batch == 0
+
+
+def test_how_many_ranks_there_are_says_the_launcher_or_else_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "launcher_size", lambda: None)
+    monkeypatch.setattr(command_line, "world", lambda: SimpleNamespace(size=2))
+    assert read_settings(TrainSettings, "", ["--dp", "2"]).dp == 2
+    with pytest.raises(SystemExit, match=r"^2$"):
+        read_flags(ReplicaSettings, "", ["--batch", "1"])
+
+
+def test_a_wrong_flag_is_the_end_of_a_job_that_would_be_started_again(tmp_path: Path) -> None:
+    """All ranks have it; what one rank alone cannot have is none."""
+    job = str(tmp_path / "job")
+    assert run_as_rank(1, 2, "--dp", "2", "--text", "gone", MINIGRAD_JOB_FOLDER=job).returncode == 2
+    assert read_end(Path(job)) is None
+    assert run_as_rank(1, 2, "--dp", "3", MINIGRAD_JOB_FOLDER=job).returncode == 2
+    assert read_end(Path(job)) == 2
+
+
+def test_ranks_that_say_nothing_wait_for_the_one_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(command_line, "time", SimpleNamespace(sleep=waited.append))
+    for rank in (0, 1):
+        run_as_rank(rank, 2, "--dp", "3")
+    assert waited == [0.0]  # GRACE_SECONDS, here
+
+
+def test_a_word_stands_for_a_number() -> None:
+    assert run_as_rank(0, 2, "--dp", "2", "--bucket-mb", "auto").stdout == "ready\n"
 
 
 def test_what_is_nobody_s_mistake_but_ours_keeps_its_traceback() -> None:

@@ -16,6 +16,7 @@ COUNTS = ["steps", "batch", "save_every", "keep", "layers", "heads", "width", "c
 
 def test_defaults_fit_one_rank() -> None:
     check(TrainSettings(), 1)
+    check(replace(TrainSettings(), seed=2**64 - 1), 1)  # the largest that there is
 
 
 def test_each_flag_sets_its_field() -> None:
@@ -116,6 +117,7 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ({"warmup": 601}, 1, "--warmup must be at most --steps, got 601 and 600"),
         ({"lr_end": 1.5}, 1, "--lr-end must be at most 1, got 1.5"),
         ({"clip": -1.0}, 1, "--clip must be at least 0, got -1.0"),
+        ({"clip": math.inf}, 1, "--clip must be finite, got inf"),
         (
             {"init_from": "a", "resume": "auto"},
             1,
@@ -194,7 +196,10 @@ def test_schedule_and_microbatches_are_allowed_with_and_without_a_pipeline(world
     check(TrainSettings(pp=world_size, schedule="gpipe", microbatches=24), world_size)
 
 
-def test_every_replica_needs_a_sample() -> None:
+def test_every_replica_needs_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     check(ReplicaSettings(batch=4), 4)
+    monkeypatch.setattr("distributed.run.settings.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="--tensorboard needs tensorboardX"):
+        check(ReplicaSettings(batch=4, tensorboard=True), 4)
     with pytest.raises(ValueError, match=r"^--batch must hold a sample for each of 5 ranks, got 4$"):
         check(ReplicaSettings(batch=4), 5)

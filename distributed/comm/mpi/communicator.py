@@ -130,7 +130,7 @@ class MPICommunicator(Communicator):
             return handles[-1] if family is None else family.add(handles[-1])
 
         comm = new()
-        super().__init__(comm.Get_rank(), comm.Get_size(), max_message_elements=settings.max_message_elements)
+        super().__init__(comm.Get_rank(), comm.Get_size())
         self._handles = handles
         self._is_world = engine is None
         self._settings = settings
