@@ -1,0 +1,138 @@
+"""A run whose ranks die, on threads: its metrics, checkpoints and words are those of a run that nobody died in.
+
+Processes and real kills are in `tests/examples/test_train_gpt_heal.py`.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_recovery import builder, kill
+
+from distributed import Communicator, LocalWorld
+from distributed.comm.failure import Heal
+from distributed.run import RunSettings
+from distributed.run import folder as run_folder
+from distributed.run.run import Run
+from distributed.stop import StopRequest
+from minigrad import rng
+
+NUM_STEPS = 5
+SETTINGS = RunSettings(steps=NUM_STEPS, batch=12, run="run", save_every=2, keep=2, quiet=True)
+Moment = tuple[int, int, str]  # a rank, a step, and where in it that rank dies
+
+
+class Unasked(StopRequest):
+    """Whom no signal asks: these come to the main thread."""
+
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Asked(Unasked):
+    """Asked by itself in a step."""
+
+    num_asked = 0
+
+    def agreed(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked == 3:
+            self.request()
+        return super().agreed()
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder, "draw_plots", lambda *_, **__: [])
+    monkeypatch.setattr("distributed.run.run.StopRequest", Unasked)
+
+
+def train(
+    settings: RunSettings, *deaths: Moment, heal: Heal = Heal.REPLACE, size: int = 3, pp: int = 1
+) -> list[dict[str, Any]]:
+    """Train on threads, some of which die; return the run's metrics."""
+
+    def program(comm: Communicator) -> None:
+        moments = set() if comm.is_newcomer else {moment[1:] for moment in deaths if moment[0] == comm.rank}
+        run = Run(settings, comm)
+        for attempt in run.attempts(builder(pp), heal=heal):
+            with attempt as toy:
+                x, y = toy.data.next()
+                toy.optimizer.zero_grad()
+                hooks = toy.ddp.hooks(num_samples=len(x))
+                with rng.scope(seed=3, step=attempt.step, first_sample=toy.ddp.first_sample):
+                    loss = toy.pipe.step(x, y, hooks=hooks)
+                toy.ddp.wait()
+                loss = toy.ddp.mean(loss)
+                if (attempt.step, "reduced") in moments:
+                    kill()
+                attempt.commit(loss, once=attempt.step)
+                if (attempt.step, "committed") in moments:
+                    kill()
+        run.end(accuracy=0.5)
+
+    LocalWorld(size, survive=True, timeout_seconds=20).run(program)
+    return [json.loads(line) for line in Path(settings.run or "", "metrics.jsonl").read_text().splitlines()]
+
+
+def of_steps(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(line["step"], line["once"], line["learning_rate"], pytest.approx(line["loss"])) for line in lines]
+
+
+@pytest.mark.parametrize("heal", [Heal.REPLACE, Heal.SHRINK])
+@pytest.mark.parametrize("moment", ["reduced", "committed"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_step_has_one_line_whoever_dies(
+    rank: int, moment: str, heal: Heal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = train(replace(SETTINGS, run="undisturbed"))
+    assert capfd.readouterr().err == ""
+    found = train(SETTINGS, (rank, 2, moment), heal=heal)
+    assert of_steps(found) == of_steps(expected)
+    redone = 2 if moment == "reduced" else 3
+    assert [line["step"] for line in found if "recovery_seconds" in line] == [redone]
+    assert found[redone]["redone_steps"] == 0
+    ranks = 3 if heal is Heal.REPLACE else 2
+    assert [line.get("ranks") for line in found if "ranks" in line] == [3, ranks]
+    told, healed = capfd.readouterr().err.splitlines()
+    assert told.startswith(f"rank {rank} died")
+    assert f"rank {rank} died, healed in " in healed
+    assert f"{ranks} ranks go on at step {redone}, from a living rank" in healed
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
+        "latest",
+        "step-00000004",
+        "step-00000005",
+    ]
+    assert json.loads(Path("run/summary.json").read_text())["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(("step", "source"), [(1, "the beginning"), (3, "the last checkpoint")])
+def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(
+    step: int, source: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = train(replace(SETTINGS, run="undisturbed"), size=2, pp=2)
+    found = train(SETTINGS, (1, step, "reduced"), size=2, pp=2)
+    assert of_steps(found) == of_steps(expected)
+    first = step - step % 2 if step > 1 else 0
+    assert found[first]["redone_steps"] == step - first
+    assert f"2 ranks go on at step {first}, from {source}, 1 step is done again" in capfd.readouterr().err
+
+
+def test_a_run_that_is_asked_to_ends_early_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("distributed.run.run.StopRequest", Asked)
+        assert [line["step"] for line in train(replace(SETTINGS, quiet=False, progress="lines"))] == [0, 1, 2]
+    assert "stopped after step 3 as asked; to go on: --resume auto --run run" in capfd.readouterr().out
+    assert not Path("run/summary.json").exists()
+    found = train(replace(SETTINGS, resume="auto"))
+    assert [line["step"] for line in found] == list(range(NUM_STEPS))
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    train(replace(SETTINGS, resume="auto"))  # of which all is done
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
