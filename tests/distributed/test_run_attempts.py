@@ -15,6 +15,7 @@ from distributed import Communicator, LocalWorld
 from distributed.comm.failure import Heal
 from distributed.run import RunSettings
 from distributed.run import folder as run_folder
+from distributed.run.folder import RunFolder
 from distributed.run.run import Run
 from distributed.stop import StopRequest
 from minigrad import rng
@@ -33,16 +34,19 @@ class Unasked(StopRequest):
     def __exit__(self, *_: object) -> None: ...
 
 
-class Asked(Unasked):
-    """Asked by itself in a step."""
+def asked_after(num_steps: int) -> type[StopRequest]:
+    """Return a request that the second rank alone gets."""
 
-    num_asked = 0
+    class Asked(Unasked):
+        num_asked = 0
 
-    def agreed(self) -> bool:
-        self.num_asked += 1
-        if self.num_asked == 3:
-            self.request()
-        return super().agreed()
+        def agreed(self) -> bool:
+            self.num_asked += 1
+            if self.num_asked == num_steps and self._comm.rank == 1:
+                self.request()
+            return super().agreed()
+
+    return Asked
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +57,20 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(
-    settings: RunSettings, *deaths: Moment, heal: Heal = Heal.REPLACE, size: int = 3, pp: int = 1
+    settings: RunSettings,
+    *deaths: Moment,
+    heal: Heal = Heal.REPLACE,
+    size: int = 3,
+    pp: int = 1,
+    num_spares: int = 0,
+    bad_loss: int = -1,
 ) -> list[dict[str, Any]]:
     """Train on threads, some of which die; return the run's metrics."""
 
     def program(comm: Communicator) -> None:
         moments = set() if comm.is_newcomer else {moment[1:] for moment in deaths if moment[0] == comm.rank}
         run = Run(settings, comm)
-        for attempt in run.attempts(builder(pp), heal=heal):
+        for attempt in run.attempts(builder(pp), heal=heal, num_spares=num_spares):
             with attempt as toy:
                 x, y = toy.data.next()
                 toy.optimizer.zero_grad()
@@ -71,9 +81,12 @@ def train(
                 loss = toy.ddp.mean(loss)
                 if (attempt.step, "reduced") in moments:
                     kill()
-                attempt.commit(loss, once=attempt.step)
+                loss = float("nan") if attempt.step == bad_loss else loss
+                attempt.commit(loss, once=attempt.step, take=attempt.step != 1)
                 if (attempt.step, "committed") in moments:
                     kill()
+        if not run.stopped:
+            assert run.training.optimizer.num_steps == NUM_STEPS - 1
         run.end(accuracy=0.5)
 
     LocalWorld(size, survive=True, timeout_seconds=20).run(program)
@@ -92,6 +105,7 @@ def test_each_step_has_one_line_whoever_dies(
 ) -> None:
     expected = train(replace(SETTINGS, run="undisturbed"))
     assert capfd.readouterr().err == ""
+    assert all(0 < line["exposed_comm_seconds"] < line["seconds"] for line in expected)
     found = train(SETTINGS, (rank, 2, moment), heal=heal)
     assert of_steps(found) == of_steps(expected)
     redone = 2 if moment == "reduced" else 3
@@ -123,12 +137,15 @@ def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(
     assert f"2 ranks go on at step {first}, from {source}, 1 step is done again" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("num_spares", [0, 1])
 def test_a_run_that_is_asked_to_ends_early_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    num_spares: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    heal = Heal.SPARES if num_spares else Heal.REPLACE
     with monkeypatch.context() as patch:
-        patch.setattr("distributed.run.run.StopRequest", Asked)
-        assert [line["step"] for line in train(replace(SETTINGS, quiet=False, progress="lines"))] == [0, 1, 2]
+        patch.setattr("distributed.run.run.StopRequest", asked_after(3))
+        lines = train(replace(SETTINGS, quiet=False, progress="lines"), heal=heal, num_spares=num_spares)
+        assert [line["step"] for line in lines] == [0, 1, 2]
     assert "stopped after step 3 as asked; to go on: --resume auto --run run" in capfd.readouterr().out
     assert not Path("run/summary.json").exists()
     found = train(replace(SETTINGS, resume="auto"))
@@ -136,3 +153,32 @@ def test_a_run_that_is_asked_to_ends_early_and_goes_on(
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     train(replace(SETTINGS, resume="auto"))  # of which all is done
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_is_asked_to_in_its_last_step_ends_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.run.run.StopRequest", asked_after(NUM_STEPS))
+    assert len(train(SETTINGS)) == NUM_STEPS
+    assert Path("run/summary.json").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2\b"):
+        train(SETTINGS, bad_loss=3)
+    assert "the loss of step 3 is nan, and what follows would be too; the last checkpoint is" in capfd.readouterr().err
+
+
+def test_a_disk_that_fills_while_a_step_is_noted_ends_the_run(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunFolder.write_metrics
+
+    def full(self: RunFolder, line: dict[str, Any]) -> None:
+        if line["step"] == 3:
+            raise OSError(28, "No space left on device", str(self.path / "metrics.jsonl"))
+        write(self, line)
+
+    monkeypatch.setattr(RunFolder, "write_metrics", full)
+    with pytest.raises(SystemExit, match=r"^2\b"):
+        train(SETTINGS)
+    what = "run/metrics.jsonl: No space left on device; the last checkpoint is run/checkpoints/step-00000002"
+    assert what in capfd.readouterr().err
