@@ -46,7 +46,7 @@ def test_a_rank_on_the_other_host_is_replaced_there(num_ranks: int, says: str, s
     script.write_text(PROGRAM)
     command = [TWO_HOSTS, sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), script]
     in_turn = environ() | {"PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe"}
-    result = subprocess.run(command, env=in_turn, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=in_turn, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr
     assert says in result.stderr
     assert ("start again" in result.stderr) == bool(says)

@@ -63,7 +63,7 @@ def ended(command, folder):
     """Run a job to its end, with a limit of time."""
     with start(command, folder, new_session=True) as job:
         try:
-            stdout, stderr = job.communicate(timeout=100)
+            stdout, stderr = job.communicate(timeout=180)
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)  # the launcher, with which all its ranks end
             raise

@@ -29,7 +29,7 @@ from pipeline import BW, SCHEDULES, F, PipelineExecutor, PipelineStage
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"(?:<!-- (?:ranks: (\d+)|file: (\S+)) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 16 --text squares.txt"
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 180  # several times what the longest takes on a busy machine
 LONG = re.compile(r"mpirun|train_gpt|gpt_single")  # blocks that start processes, or train for a while
 
 

@@ -21,8 +21,8 @@ LAYOUTS = {
     "pp": "--dp 1 --pp 2 --schedule 1f1b --microbatches 3",
     "zbv": "--dp 1 --pp 2 --schedule zbv --microbatches 4",
 }
-LIMIT_SECONDS = 60.0
-LAUNCHER_SECONDS = 15.0  # that it may take to start its ranks, or to see that they are gone
+LIMIT_SECONDS = 120.0
+LAUNCHER_SECONDS = 30.0  # that it may take to start its ranks, or to see that they are gone
 
 pytestmark = [needs_mpirun, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
 

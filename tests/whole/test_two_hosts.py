@@ -18,7 +18,7 @@ from jobs import MPIRUN, ROOT, needs_mpirun, run_job
 
 TWO_HOSTS = ROOT / "benchmarks" / "two_hosts"
 TIMEOUT_SECONDS = 6  # more than one rank is late on a busy machine: else it ends before the cable is cut
-GRACE_SECONDS = 20  # to start, and to be cut off where an Abort blocks
+GRACE_SECONDS = 60  # to start, and to be cut off where an Abort blocks
 
 SOURCE = """
     import os
