@@ -274,7 +274,7 @@ def test_what_the_launcher_says_of_the_dead_is_left_out_and_nothing_else(line, s
     [
         (["-n", "0", "x.py"], "-n must be at least 1, got 0"),
         (["-n", "2", "no-such.py"], "there is no file no-such.py"),
-        (["-n", "two", "x.py"], "argument -n: invalid int value: 'two'"),
+        (["-n", "two", "x.py"], "-n must be an integer, got 'two'"),
         ([], "the following arguments are required: -n, script"),
     ],
 )
