@@ -30,6 +30,8 @@ from tempfile import mkdtemp
 
 import matplotlib.pyplot as plt
 
+plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}
+
 # %% [markdown]
 # ## A loop whose ranks may die
 #
@@ -132,7 +134,7 @@ disturbed, moments = train(kills={40: 1, 90: 0})
 # ## The loss goes on as if nothing had happened
 
 # %%
-plt.figure(figsize=(7, 2.6))
+plt.figure(figsize=(7.5, 2.8), layout="constrained")
 plt.plot(undisturbed.keys(), undisturbed.values(), linewidth=4, color="0.8", label="nobody is killed")
 plt.plot(disturbed.keys(), disturbed.values(), linewidth=1, color="black", label="two ranks are")
 for moment, rank in zip(moments, (1, 0), strict=True):
@@ -140,7 +142,7 @@ for moment, rank in zip(moments, (1, 0), strict=True):
     plt.text(moment + 1, 0.62, f"kill -9 rank {rank}", color="crimson")
 plt.xlabel("step")
 plt.ylabel("loss")
-plt.legend(loc="lower left")
+plt.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
