@@ -4,6 +4,7 @@ Processes and real kills are in `tests/examples/test_train_gpt_heal.py`.
 """
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.run.run.StopRequest", Unasked)
 
 
+def die() -> None:
+    """Die as a process does, with all its threads: one that saves would go on here, and remove what others save."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    kill()
+
+
 def train(
     settings: RunSettings,
     *deaths: Moment,
@@ -80,11 +89,11 @@ def train(
                 toy.ddp.wait()
                 loss = toy.ddp.mean(loss)
                 if (attempt.step, "reduced") in moments:
-                    kill()
+                    die()
                 loss = float("nan") if attempt.step == bad_loss else loss
                 attempt.commit(loss, once=attempt.step, take=attempt.step != 1)
                 if (attempt.step, "committed") in moments:
-                    kill()
+                    die()
         if not run.stopped:
             assert run.training.optimizer.num_steps == NUM_STEPS - 1
         run.end(accuracy=0.5)
