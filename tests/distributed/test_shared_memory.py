@@ -41,7 +41,6 @@ def test_any_interleaving_of_ranks_and_operations_gives_the_sums(num_ranks, seed
     pending = []
     for rank, (buffer, memory) in enumerate(zip(buffers, memories, strict=True)):
         memory[:] = np.arange(40) * (rank + 1)
-        # Two operations on one slice would be an error; these are neighbours.
         pending += [(rank, k, buffer.allreduce(memory[10 * k : 10 * k + 9], ReduceOp.SUM)) for k in range(4)]
     launches = sorted(pending, key=lambda entry: entry[1])  # each rank launches in order
     under_way = []
@@ -63,6 +62,35 @@ def test_any_interleaving_of_ranks_and_operations_gives_the_sums(num_ranks, seed
         untouched = np.arange(40) % 10 == 9
         expected = np.arange(40) * np.where(untouched, rank + 1, factor)
         np.testing.assert_array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_operations_on_the_same_memory_take_turns_on_all_ranks(seed):
+    # Elements change hands: of the first operation rank 0 has 0 to 3, of the second one 0 and 1. A rank that had worked
+    # on the first one went on with the second, and read what another one was about to write.
+    chance = np.random.default_rng(seed)
+    buffers = make_buffers(2, 8 * 8)
+    memories = [buffer.memory.view(np.float64) for buffer in buffers]
+    for memory in memories:
+        memory[:] = 1
+    steps = {}
+    for rank, (buffer, memory) in enumerate(zip(buffers, memories, strict=True)):
+        for number, part in enumerate((memory, memory[:4], memory[3:], memory[:1])):
+            steps[rank, number] = buffer.allreduce(part, ReduceOp.SUM)
+    finished(steps, chance)
+    np.testing.assert_array_equal(memories, [[8, 4, 4, 8, 4, 4, 4, 4]] * 2)
+
+
+def test_a_rank_reads_nothing_of_which_another_has_yet_to_write_its_slice():
+    buffers = make_buffers(2, 8 * 4)
+    memories = [buffer.memory.view(np.float64) for buffer in buffers]
+    for memory in memories:
+        memory[:] = 1
+    first = [buffer.allreduce(memory, ReduceOp.SUM) for buffer, memory in zip(buffers, memories, strict=True)]
+    second = [buffer.allreduce(memory[:1], ReduceOp.SUM) for buffer, memory in zip(buffers, memories, strict=True)]
+    for step in (first[0], second[0], first[1], second[1], first[1], second[1], second[1]):
+        next(step)  # rank 0 has launched both, and works on neither; rank 1 has the only slice of the second
+    assert [memory[0] for memory in memories] == [1, 1]
 
 
 def finished(steps, chance):

@@ -65,6 +65,7 @@ class SharedBuffer:
         self._memory = [part[HEADER_BYTES:] for part in window.parts]
         self._num_launched = 0
         self._num_summed = 0
+        self._launched: list[tuple[int, int, int]] = []  # number, the start and the end of what is not done everywhere
 
     @property
     def memory(self) -> Array:
@@ -102,7 +103,7 @@ class SharedBuffer:
         narrow, flags = self._own_slices(array), self._everywhere(is_wide)
         wides = self._own_slices(wide)
         outs = narrow if everywhere else [narrow[self._window.rank]]
-        number = yield from self._arrive()
+        number = yield from self._arrive(array, wide, is_wide)
         parts = [w if flag[0] else n for n, w, flag in zip(narrow, wides, flags, strict=True)]
         if self._between is None:
             sum_widely(parts, outs, wide.dtype)
@@ -123,7 +124,7 @@ class SharedBuffer:
         """
         assert self._between is None
         slices = [self._own_slices(array) for array in arrays]
-        number = yield from self._arrive()
+        number = yield from self._arrive(*arrays)
         for parts in slices:
             for rank, part in enumerate(parts):
                 if rank != self._window.rank:
@@ -135,7 +136,7 @@ class SharedBuffer:
     def _reduce(self, array: Array, op: ReduceOp, *, everywhere: bool) -> Steps:
         """Reduce this rank's slice, and write it into the arrays of all ranks, or into its own alone."""
         parts = self._own_slices(array)
-        number = yield from self._arrive()
+        number = yield from self._arrive(array)
         if self._between is None:
             reduce_in_rank_order(parts, op, parts if everywhere else [parts[self._window.rank]])
             self._num_summed = number
@@ -166,14 +167,32 @@ class SharedBuffer:
         offset = _address(array) - _address(self.memory)
         return [memory[offset : offset + array.nbytes].view(array.dtype) for memory in self._memory]
 
-    def _arrive(self) -> Generator[None, None, int]:
-        """Launch an operation: wait until all ranks have, and this one has worked on the one before."""
+    def _arrive(self, *arrays: Array) -> Generator[None, None, int]:
+        """Launch an operation: wait until all ranks have, and this one has worked on the one before.
+
+        What has any of these arrays in common with an earlier operation waits until all ranks have worked on that:
+        nobody need have waited for it, and another rank may have had its slice.
+        """
         self._num_launched += 1
         number = self._num_launched
+        before = self._last_launched_on(arrays)
+        self._launched += [(number, *_bounds(array)) for array in arrays]
         self._announce(_ARRIVED, number)
         while self._num_summed < number - 1 or not self._all_have(_ARRIVED, number):
             yield
+        while before and not self._all_have(_DONE, before):
+            yield
         return number
+
+    def _last_launched_on(self, arrays: Sequence[Array]) -> int:
+        """Return the last operation that is not done everywhere and has memory of these arrays, 0 if none has."""
+        done = min(int(counters[_DONE]) for counters in self._counters)
+        self._launched = [launched for launched in self._launched if launched[0] > done]
+        bounds = [_bounds(array) for array in arrays]
+        return max(
+            (number for number, start, stop in self._launched for first, end in bounds if start < end and first < stop),
+            default=0,
+        )
 
     def _leave(self, number: int) -> Generator[None, None, None]:
         """Wait until all ranks have worked on an operation, as this one has."""
@@ -196,3 +215,7 @@ class SharedBuffer:
 
 def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    return _address(array), _address(array) + array.nbytes
