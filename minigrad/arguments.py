@@ -78,7 +78,7 @@ class Places:
     @staticmethod
     def of(function: Callable[..., Any]) -> Places:
         """Read them off the signature of an op's function."""
-        code = inspect.unwrap(function).__code__  # inspect.signature of 71 ops is a tenth of this package's import
+        code = inspect.unwrap(function).__code__  # inspect.signature takes 25 us, at import, for each op
         names, num_arrays, num_by_place = code.co_varnames, code.co_posonlyargcount, code.co_argcount
         positional = names[num_arrays:num_by_place] if num_arrays else ()
         options = positional + names[num_by_place : num_by_place + code.co_kwonlyargcount]
