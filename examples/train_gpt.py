@@ -97,7 +97,7 @@ def main() -> None:
 
     attempts = run.attempts(
         lambda ranks: Training(settings, config, train, ranks, scale, run.say),
-        heal=Heal.REPLACE if settings.heal == "none" else Heal(settings.heal),
+        heal=None if settings.heal == "none" else Heal(settings.heal),
         num_spares=settings.spares,
         buddy_every=settings.buddy_every,
         usable=None if settings.heal in ("none", "replace") else lambda size: math.prod(settings.layout(size)[:2]),

@@ -33,6 +33,8 @@ from distributed.recovery.state import Training
 
 T = TypeVar("T", bound=Training)
 
+UNHEALED = "a rank that dies ends this run: `python -m distributed.recovery -n RANKS SCRIPT` starts one that heals"
+
 
 class Attempt(Generic[T]):
     """One try at a step; a context, whose `as` is the training. An attempt that meets a death ends without an error.
@@ -115,7 +117,7 @@ def recovering(
     """Yield attempts at the steps of a run until all are done, whoever dies. Collective.
 
     Args:
-        comm: all ranks, of a world that survives failures; any other raises what it always does.
+        comm: all ranks, of a world that survives failures; any other raises what it always does, which `say` is told.
         build: makes model, optimizer, data and whatever a step needs, for the ranks of a communicator; called again
             after each failure. What it builds must depend on nothing else.
         num_steps: of the whole run.
@@ -128,11 +130,14 @@ def recovering(
         usable: how many of so many ranks a layout has a place for; those left over wait as spares. All, by default.
         rehearse: called once on each spare, before it waits, say to take a step of a small model by itself: what steps
             load when they are first taken is there then when the others need this one.
-        say: called on one rank as soon as a death is seen, with a line that says who died and what follows.
+        say: called on one rank as soon as a death is seen, with a line that says who died and what follows; at the
+            beginning, if nobody would be healed.
     Raises:
         ValueError: buddy_every or num_spares is negative, or no rank is left that trains.
     """
     loop = Loop(comm, build, heal, restore, buddy_every, num_spares, usable, say)
+    if say is not None and comm.rank == 0 and not comm.survives:
+        say(UNHEALED)
     loop.begin()
     if loop.comm is None and rehearse is not None:
         rehearse()

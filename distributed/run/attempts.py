@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.comm.communicator import Communicator
-from distributed.comm.failure import RankFailure
+from distributed.comm.failure import Heal, RankFailure
 from distributed.protocols import HasState, HasTensors
 from distributed.recovery.attempts import Attempt, recovering
 from distributed.recovery.loop import Recovery
@@ -147,10 +147,12 @@ class AttemptLoop(Generic[T]):
         self._saved = self.run.load(parts.checkpoints, parts.training.data, parts.optimizer, again=again)
         return self._saved
 
-    def attempts(self, **how: Any) -> Iterator[RunAttempt[T]]:
+    def attempts(self, heal: Heal | None, **how: Any) -> Iterator[RunAttempt[T]]:
         run, num_steps = self.run, self.run.settings.steps
         is_over = False
-        how |= {"restore": self.restore, "say": self._say}
+        how |= {"restore": self.restore}
+        if heal is not None:
+            how |= {"heal": heal, "say": self._say}
         for attempt in recovering(run.comm, self.build, num_steps=num_steps + 1, **how):
             parts = attempt.training
             if parts is not self.parts:

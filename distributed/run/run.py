@@ -133,7 +133,7 @@ class Run:
         self,
         build: Callable[[Communicator], Trains],
         *,
-        heal: Heal = Heal.REPLACE,
+        heal: Heal | None = Heal.REPLACE,
         num_spares: int = 0,
         buddy_every: int = 0,
         usable: Callable[[int], int] | None = None,
@@ -145,13 +145,14 @@ class Run:
 
         Args:
             build: makes model, optimizer, data and whatever a step needs, for the ranks that train.
-            heal, num_spares, buddy_every, usable, rehearse: see `recovering`.
+            heal: None where the first death is to end the run.
+            num_spares, buddy_every, usable, rehearse: see `recovering`.
         """
         with StopRequest(SoloCommunicator()) as stop:
             loop = AttemptLoop(self, build, stop)
-            how = {"heal": heal, "num_spares": num_spares, "buddy_every": buddy_every, "usable": usable}
+            how = {"num_spares": num_spares, "buddy_every": buddy_every, "usable": usable, "rehearse": rehearse}
             try:
-                yield from loop.attempts(**how, rehearse=rehearse)
+                yield from loop.attempts(heal, **how)
             except (CheckpointError, ValueError) as error:  # the same on every rank
                 self._fail(error, None if loop.parts is None else loop.parts.checkpoints)
             finally:

@@ -15,6 +15,7 @@ from distributed import LocalWorld, SoloCommunicator
 from distributed.comm.failure import Heal, RankFailure
 from distributed.comm.local import Killed
 from distributed.recovery import recovering
+from distributed.recovery.attempts import UNHEALED
 from distributed.recovery.buddies import Buddies
 from distributed.recovery.state import Extent, MissingError, Snapshot, hand_over, state_of
 from minigrad import rng
@@ -324,6 +325,13 @@ def test_a_single_process_runs_the_same_loop():
         np.testing.assert_allclose(parameters[name], values, rtol=1e-9, atol=1e-12)
     assert sorted(losses) == [0, 1, 2, 3]
     assert recoveries == []
+
+
+@pytest.mark.parametrize("survive", [False, True])
+def test_one_rank_says_where_nobody_is_healed(survive):
+    said = []
+    LocalWorld(2, survive=survive).run(lambda comm: train(comm, builder(), num_steps=1, say=said.append))
+    assert said == ([] if survive else [UNHEALED])
 
 
 def test_votes_are_the_same_everywhere():

@@ -17,6 +17,7 @@ import train_gpt
 from common.train_gpt_settings import TrainSettings
 from distributed import Communicator, DistributedDataParallel, LocalWorld
 from distributed.comm.local import Killed
+from distributed.recovery.attempts import UNHEALED
 from distributed.run.command_line import parser
 from distributed.run.run import Run
 from distributed.stop import StopRequest
@@ -103,7 +104,7 @@ class Unasked(StopRequest):
     def __exit__(self, *_: object) -> None: ...
 
 
-def train(line: str, run: str, folder: Path, *, dies: bool) -> list[dict[str, Any]]:
+def train(line: str, run: str, folder: Path, *, dies: bool, survive: bool = True) -> list[dict[str, Any]]:
     """Run the script; return its metrics."""
     settings = settings_of(f"{line} --run {folder / run} --text {write_text(folder)}")
     Mortal.num_to_live = KILLED_AT if dies else -1
@@ -119,7 +120,7 @@ def train(line: str, run: str, folder: Path, *, dies: bool) -> list[dict[str, An
         patch.setattr("distributed.run.run.StopRequest", Unasked)
         patch.setattr(Run, "_draw", lambda _: None)
         patch.setattr(train_gpt, "SAMPLE_TOKENS", 2)
-        LocalWorld(num_ranks(line), survive=True).run(program)
+        LocalWorld(num_ranks(line), survive=survive).run(program)
     assert (folder / run / "summary.json").exists()
     return metrics_of(folder / run)
 
@@ -136,6 +137,13 @@ def test_a_run_heals_and_comes_to_its_end(heal: str, line: str, tmp_path: Path) 
     expected = [each["loss"] for each in train(line, "undisturbed", tmp_path, dies=False)]
     rounding = 0 if same_bits else 5e-3 if "--precision" in line else 1e-4
     assert [each["loss"] for each in metrics] == pytest.approx(expected, rel=rounding, abs=0)
+
+
+def test_a_run_says_where_its_flag_heals_nobody(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # It trained unprotected without its launcher, and nobody was told.
+    for heal, said in {"none": "", "replace": f"{UNHEALED}\n", "shrink": f"{UNHEALED}\n"}.items():
+        train(f"--heal {heal} --layers 1", heal, tmp_path, dies=False, survive=False)
+        assert capfd.readouterr().err == said, heal
 
 
 def test_each_value_is_in_some_run_of_each_kind() -> None:
