@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print one row a schedule, and write the files that are asked for."""
+    """Print one row a schedule, and write the files that are asked for.
+
+    Raises:
+        ValueError: no schedule allows these sizes, memory and stages: what the first one says.
+    """
     candidates = candidates_of(arguments)
     width = max(map(len, candidates))
     given = arguments.ranks, arguments.microbatches
@@ -39,6 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     refused: list[str] = []
     results: list[Result] = []
     drawings = []
+    first: ValueError | None = None
     for name, candidate in candidates.items():
         try:
             schedule = at_size(candidate, *sizes, work)
@@ -47,6 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
             if work.measured is not None:
                 work.measured.stages_of(schedule.num_stages(num_ranks))  # for its error
         except ValueError as rule:  # one that does not allow these sizes says so in its row
+            first = first or rule
             refused.append(f"{name:{width}}  {str(rule).partition(chr(10))[0]}")
             rows.append(refused[-1])
             continue
@@ -64,6 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"  {timeline.span_bubble_rate:11.4f}  {timeline.efficiency:10.4f}{reduced}  {peaks}"
             f"{'' if result.fits else '  too much'}"
         )
+    if first is not None and not results:
+        raise first
     if arguments.csv is not None:
         files.write_file("--csv", arguments.csv, lambda path: path.write_text(to_csv(results), encoding="utf-8"))
     if arguments.svg is not None:

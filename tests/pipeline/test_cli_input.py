@@ -1,5 +1,6 @@
 """Whatever is given to the command line: an answer, or one error and status 2; never a traceback, never all memory."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -226,13 +227,25 @@ def test_a_function_that_gives_no_order_is_one_clear_error(name, command, tmp_pa
     status = cli.main([*command.split(), f"own:{name}"])
     said = capsys.readouterr()
     message = SAID[name].replace("1,000,000", f"{flags.MOST_ACTIONS:,}")
-    if command == "compare":  # it says so in the row
-        assert status == 0
-        assert message in said.out
-    else:
-        assert status == 2
-        assert said.out == ""
-        assert said.err.startswith(f"python -m pipeline: {message}")
+    assert status == 2
+    assert said.out == ""
+    assert said.err.startswith(f"python -m pipeline: {message}")
+
+
+@pytest.mark.parametrize("command", ["compare search", "compare search --json", "sweep search", "search"])
+def test_what_has_no_result_ends_with_status_2(command, capsys):
+    """Compare, which says in a row what a schedule does not allow, once ended with status 0 where all rows said so."""
+    for memory, why in {"0.5": "a rank must hold one micro-batch", "2 --static 3": "emory must be more than "}.items():
+        status = cli.main([*command.split(), "--memory", *memory.split()])
+        said = capsys.readouterr()
+        assert (status, said.out, said.err.count("\n")) == (2, "", 1)
+        assert why in said.err
+
+
+@pytest.mark.parametrize("command", ["compare 1f1b", "compare 1f1b search", "sweep 1f1b", "sweep 1f1b search"])
+def test_a_schedule_that_does_not_fit_is_a_result(command, capsys):
+    assert cli.main([*command.split(), "--memory", "0.5", "--json"]) == 0
+    assert [row["fits"] for row in json.loads(capsys.readouterr().out)] == [False]
 
 
 @pytest.mark.parametrize("command", ["search --ranks 2 --csv", "draw 1f1b --svg", "sweep 1f1b --csv", "compare --svg"])
