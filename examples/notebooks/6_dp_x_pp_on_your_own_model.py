@@ -238,15 +238,17 @@ assert ran == SCHEDULES["1f1b"].orders(2, 4), "what ran is what was planned"
 # %%
 scale = 600 / measured.makespan  # points a second, the same for both
 for name, line in (("Predicted", predicted), ("Measured", measured)):
-    over = line.makespan / predicted.ideal - 1
-    title = f"{name}: {1000 * line.makespan:.1f} ms, {over:.1%} over {1000 * predicted.ideal:.1f} ms of work"
+    work = predicted.ideal
+    over = f"{line.makespan / work - 1:.1%} over the predicted work of {1000 * work:.1f} ms"
+    title = f"{name}: {1000 * line.makespan:.1f} ms, {over}"
     with NamedTemporaryFile() as file:
         write_png(picture(line, title, scale=scale), file.name)
         display(Image(file.read(), retina=True))  # two dots a point
 
 # %% [markdown]
-# The titles set both against the same work, the predicted one of the busiest rank. The line below a title knows only
-# its own picture: actions that took longer there count as more work, so a slower step can show the smaller bubble.
+# These are two ideals. The titles have one for both pictures: the *predicted work* of the busiest rank. *Ideal time*,
+# in the line below a title, is the work of the busiest rank of that picture alone: actions that took longer there count
+# as more work, so a slower step can show the smaller bubble.
 #
 # The prediction does not know how long a message takes, nor that an action does not always take the same time. With
 # fewer cores than ranks the four processes take turns, and that is most of the difference.

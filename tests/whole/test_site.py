@@ -1,5 +1,6 @@
 """The pages as a site: it builds, its links lead somewhere, and its reference leaves out no module."""
 
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="needs the extra `docs`")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]  # strict: see mkdocs.yml
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # as most
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -28,6 +30,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_it_builds_with_every_link_leading_somewhere(site: Path) -> None:
     assert {page.stem for page in site.glob("*.html")} >= {"index", "tutorial", "how-to", "schedules", "design"}
+
+
+@pytest.mark.long
+def test_what_builds_the_pages_is_no_part_of_them(site: Path) -> None:
+    """Python's own folder once was, beside the hook that it had compiled."""
+    assert (ROOT / "docs" / "__pycache__").is_dir()
+    assert [path.name for path in site.rglob("*") if path.suffix in (".py", ".pyc") or path.name == "__pycache__"] == []
 
 
 @pytest.mark.long
