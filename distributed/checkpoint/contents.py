@@ -71,11 +71,13 @@ class Contents:
         packs = self._model if isinstance(self._model, HasMemories) else None
         if packs is not None:
             packs.pack()
-        parts = self._parts()
-        for name, key in keys.items():
-            copies[key][...] = to_host(parts[name].array)
-        if packs is not None:
-            packs.unpack()
+        try:
+            parts = self._parts()
+            for name, key in keys.items():
+                copies[key][...] = to_host(parts[name].array)
+        finally:
+            if packs is not None:
+                packs.unpack()  # or the model would go on from what was packed, and the other ranks wait here
 
     def names(self, *, memories: bool) -> list[str]:
         """Return the names of what `fill` needs, with memories or without."""

@@ -1,6 +1,8 @@
 """Local steps: ranks that train on their own and agree from time to time."""
 
+import contextlib
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 import minigrad as mg
 from distributed import DistributedDataParallel, LocalWorld, SoloCommunicator
 from distributed.checkpoint.checkpointer import Checkpointer
+from distributed.checkpoint.contents import Contents
 from distributed.data_parallel.compression.feedback import WithState
 from distributed.data_parallel.compression.few_bits import ErrorFeedback
 from distributed.data_parallel.local_steps import LocalSteps, Nesterov
@@ -264,6 +267,30 @@ def test_a_run_that_is_saved_after_any_step_goes_on_as_if_undisturbed(ranks, how
         return True
 
     assert all(ranks.run(program))
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_who_cannot_copy_what_it_saves_has_its_own_weights_again(how, tmp_path, monkeypatch):
+    """The model had those that were last agreed on from there on, and a rank that could copy waited for this one."""
+
+    def program(comm):
+        undisturbed, saved = Saved(comm, tmp_path / "none", how), Saved(comm, tmp_path / "run", how)
+        undisturbed.train(0, 5)
+        saved.train(0, 2)
+        contents = Contents(WithState(saved.model, saved.local), saved.optimizer)
+        (name, held), *_ = contents.held().items()
+        with pytest.raises(MemoryError) if comm.rank == 0 else contextlib.nullcontext():
+            contents.copy({name: name}, {name: np.empty(held.shape)})
+        saved.train(2, 5)
+        assert saved.all_there_is() == undisturbed.all_there_is()
+
+    def full(array):
+        if threading.current_thread().name == "rank 0":
+            raise MemoryError
+        return array
+
+    monkeypatch.setattr("distributed.checkpoint.contents.to_host", full)
+    LocalWorld(2, timeout_seconds=10).run(program)
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)

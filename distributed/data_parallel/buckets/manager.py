@@ -61,6 +61,7 @@ class GradientBucketManager:
         buckets: in model order, backwards.
         order: in which all ranks launch them.
         under_way: a backward has begun, and neither `wait` nor `cancel` has ended it.
+        num_launched: buckets of this backward that are on their way, or there.
         unused: names of parameters that require grad and that no rank's backward reached, as of the last `wait`.
 
     Raises:
@@ -95,7 +96,7 @@ class GradientBucketManager:
         self.unused: list[str] = []
         self._verdict = Verdict(self.params, comm)
         self.under_way = False
-        self._num_launched = 0
+        self.num_launched = 0
         self._share = 1.0
         self._is_even = False  # whether all ranks have the same share
         self._unreduced = UNREDUCED if comm.size > 1 else None  # one rank has nobody to drift away from
@@ -116,11 +117,6 @@ class GradientBucketManager:
         return sum(
             bucket.range.flat.grad.itemsize * (bucket.range.stop - bucket.range.start) for bucket in self.buckets
         )
-
-    @property
-    def num_launched(self) -> int:
-        """How many buckets are on their way in this backward."""
-        return self._num_launched
 
     def grad(self, name: str) -> Any:
         """Return the gradient called `name`: a view into its bucket, averaged in place by `wait`."""
@@ -189,7 +185,7 @@ class GradientBucketManager:
         self._share = 1 / self.comm.size if share is None else share
         self._is_even = is_even and self.comm.size > 1
         self._verdict.reset(reached)
-        self._num_launched = 0
+        self.num_launched = 0
         self.order.completed = []
         self.under_way = True
 
@@ -220,7 +216,7 @@ class GradientBucketManager:
         """
         if not self.under_way:
             raise RuntimeError(self._message("wait() without a reduction; run a backward with the hooks first"))
-        if self._num_launched < self.num_buckets:
+        if self.num_launched < self.num_buckets:
             rule = "wait() before every gradient was ready; after an exception in the backward call cancel() instead"
             raise RuntimeError(self._message(rule))
         if not self._verdict.is_sent and self.order.is_outdated():  # a wait() may be the second one
@@ -247,7 +243,7 @@ class GradientBucketManager:
         """
         if self.comm.size == 1:
             self._drop()
-        elif (self.under_way and self._num_launched < self.num_buckets) or self._has_unreduced():
+        elif (self.under_way and self.num_launched < self.num_buckets) or self._has_unreduced():
             for p in self.params:
                 p.hold = BROKEN
 
@@ -340,11 +336,11 @@ class GradientBucketManager:
 
     def _launch_complete(self) -> None:
         """Launch buckets in their order, up to the first that is not complete."""
-        while self._num_launched < self.num_buckets and not self.order.buckets[self._num_launched].pending:
-            bucket = self.order.buckets[self._num_launched]
+        while self.num_launched < self.num_buckets and not self.order.buckets[self.num_launched].pending:
+            bucket = self.order.buckets[self.num_launched]
             with self.comm.calls_about(bucket.name):
                 bucket.work = self._launch(bucket)
-            self._num_launched += 1
+            self.num_launched += 1
 
     def _launch(self, bucket: Bucket) -> Work:
         """Send a bucket on its way."""
