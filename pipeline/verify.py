@@ -117,7 +117,10 @@ def verify(
         comm: collective over these dp * pp ranks; by default ranks are threads of this process.
     Raises:
         MismatchError: the first difference: step, parameter, rank, stage and micro-batch; on every rank.
+        ValueError: the case has no batch.
     """
+    if not case.batches:
+        raise ValueError("a case must have a batch to train on, got none")
     chosen = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
     expected = _train_alone(case)
 

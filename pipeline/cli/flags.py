@@ -27,6 +27,7 @@ from pipeline.schedules.validate import validate
 Numbers = list[float] | float
 MOST_LETTERS = 60
 MOST_ACTIONS = 1_000_000  # that a command looks at, so that a slip of the finger does not fill the memory
+MOST_SEARCHED = 50_000  # in a search, which would take minutes to make its first order
 
 
 def shortened(text: str) -> str:
@@ -148,9 +149,19 @@ def check_size(num_actions: int) -> None:
     """
     if num_actions > MOST_ACTIONS:
         raise ValueError(
-            f"stages times micro-batches must make at most {MOST_ACTIONS:,} actions, got about {num_actions:,}: "
-            "fewer --stages or --microbatches"
+            f"stages times micro-batches must make at most {MOST_ACTIONS:,} actions, got about {num_actions:,}"
         )
+
+
+def check_searchable(num_stages: int, num_microbatches: int) -> None:
+    """Check that a search can make an order of so many in the time that it is given.
+
+    Raises:
+        ValueError: it has too many actions.
+    """
+    num_actions = 3 * num_stages * num_microbatches
+    if num_actions > MOST_SEARCHED:
+        raise ValueError(f"a search must have at most {MOST_SEARCHED:,} actions, F, B and W, got {num_actions:,}")
 
 
 def find_schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
@@ -253,7 +264,12 @@ def sizes_in_words(num_ranks: int, num_microbatches: int, *, num_stages: int | N
 
 def in_flags(rule: ValueError) -> ValueError:
     """Return what a schedule says of its sizes, or a drawing of its width, in the words of the command line."""
-    words = {"num_microbatches": "--microbatches", "num_ranks": "the number of ranks", "width must": "--width must"}
+    words = {
+        "num_microbatches": "--microbatches",
+        "num_ranks": "the number of ranks",
+        "width must": "--width must",
+        "message_bytes must": "--message-bytes must",
+    }
     text = str(rule)
     for name, word in words.items():
         text = text.replace(name, word)

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Search each placement, and print the best order's numbers."""
     names = list(PLACEMENTS) if arguments.placement == "all" else [arguments.placement]
+    flags.check_searchable(max(PLACEMENTS[name][0] for name in names) * arguments.ranks, arguments.microbatches)
     given = {name: getattr(arguments, name.replace("-", "_")) for name in _PER_RANK}
     lengths = {len(value) for value in given.values() if isinstance(value, list)}
     if lengths:  # one a stage: of these placements, those that have so many

@@ -79,9 +79,8 @@ def check_sizes(case: Case, schedule: Schedule, *, dp: int, pp: int, num_microba
         )
     fewest = min((len(x) for x, _ in case.batches), default=dp * num_microbatches)
     if dp * num_microbatches > fewest:
-        raise ValueError(
-            f"--dp times --microbatches must be at most {fewest}, the samples of a batch, got {dp} x {num_microbatches}"
-        )
+        flag, got = ("--dp times --microbatches", f"{dp} x ") if dp > 1 else ("--microbatches", "")
+        raise ValueError(f"{flag} must be at most {fewest}, the samples of a batch, got {got}{num_microbatches}")
 
 
 def find_case(name: str) -> Case:

@@ -11,6 +11,7 @@ from pipeline.cli import flags
 from pipeline.cli.schedule_flags import NAMES, add_skip_bytes, add_skips, check_skip_bytes
 from pipeline.schedules.compare import Candidate, Work, searched
 from pipeline.schedules.schedule import SCHEDULES, Schedule
+from pipeline.schedules.search import PLACEMENTS
 
 SEARCH = "search"
 
@@ -71,6 +72,7 @@ def candidates_of(arguments: argparse.Namespace) -> dict[str, Candidate]:
     """Return the schedules that were asked for, and a search where one was, by name."""
 
     def search(num_ranks: int, num_microbatches: int, work: Work) -> Schedule:
+        flags.check_searchable(max(chunks for chunks, _ in PLACEMENTS.values()) * num_ranks, num_microbatches)
         return searched(num_ranks, num_microbatches, work, seconds=arguments.seconds, seed=arguments.seed)
 
     names = dict.fromkeys(arguments.schedules)

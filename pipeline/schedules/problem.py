@@ -101,7 +101,7 @@ class Problem:
         """How many stages there are on all ranks."""
         return len(self.forward)
 
-    @property
+    @cached_property
     def stages_of_rank(self) -> list[list[int]]:
         """The stages of every rank, in order."""
         stages: list[list[int]] = [[] for _ in range(self.num_ranks)]

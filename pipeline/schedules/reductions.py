@@ -20,6 +20,8 @@ from pipeline.schedules.action import Kind
 from pipeline.schedules.per_stage import PerStage
 from pipeline.schedules.timeline import Timed, Timeline, stages_in
 
+MOST_BUCKETS = 100_000  # of a stage: each is an entry of its own, on every rank
+
 
 @dataclass(frozen=True)
 class Reductions:
@@ -46,6 +48,9 @@ class Reductions:
         for name in ("bucket_bytes", "bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        most = max(sizes, default=0) / self.bucket_bytes
+        if most > MOST_BUCKETS:
+            raise ValueError(f"a stage must have at most {MOST_BUCKETS:,} buckets, got {most:,.0f}: make them larger")
 
 
 class Reduction(NamedTuple):

@@ -47,8 +47,8 @@ def validate(
 def _check_placement(rank_of: Placement, num_stages: int, num_ranks: int) -> None:
     for stage in range(num_stages):
         rank = rank_of(stage, num_ranks)
-        if not 0 <= rank < num_ranks:
-            raise ScheduleError(f"rank_of must give one of {num_ranks} ranks, got rank {rank} for stage {stage}")
+        if rank not in range(num_ranks):
+            raise ScheduleError(f"rank_of must give one of {num_ranks} ranks, got rank {rank!r} for stage {stage}")
 
 
 def _check_cells(

@@ -284,3 +284,22 @@ def test_repair_names_its_file(tmp_path, capsys):
     path.write_bytes(b"\xff\xfe0")
     assert cli.main(["repair", str(path)]) == 2
     assert capsys.readouterr().err.endswith("mine.csv cannot be read: it is no text in UTF-8\n")
+
+
+@pytest.mark.parametrize("command", ["search", "compare search", "sweep search"])
+@pytest.mark.parametrize("sizes", ["--ranks 2 --microbatches 100000", "--ranks 100000 --microbatches 1"])
+def test_a_search_that_would_not_come_to_its_first_order_is_refused(command, sizes, monkeypatch, capsys):
+    """`--seconds 1` took minutes."""
+    for name in ("schedules.compare.search_placements", "cli.search.search_placements"):
+        monkeypatch.setattr(f"pipeline.{name}", lambda *_, **__: pytest.fail("it began"))
+    status, out, err = run([*command.split(), *sizes.split()], capsys)
+    assert status == (0 if command == "compare search" else 2)
+    assert "a search must have at most 50,000 actions, F, B and W, got " in out + err
+
+
+def test_a_sweep_calls_a_flag_by_its_name(capsys):
+    status, _, err = run(["sweep", "1f1b", "--ranks", "4,5", "--message-bytes", "1,2,3"], capsys)
+    assert (status, err) == (
+        2,
+        "python -m pipeline: --message-bytes must be one number or one for each of 4 boundaries, got 3 numbers\n",
+    )

@@ -73,3 +73,9 @@ def test_wrong_costs_are_refused(values, message):
 def test_an_evaluation_has_nothing_to_reduce():
     with pytest.raises(ValueError, match="reductions need a training step, got no backward of stage 0"):
         reduce_beside(one_rank("0F0"), Reductions(1))
+
+
+def test_more_buckets_than_there_is_time_for_are_refused():
+    """Bytes where MiB were meant, 25 of them a bucket: a command counted its buckets for hours, without a word."""
+    with pytest.raises(ValueError, match="at most 100,000 buckets, got 171,798,692: make them larger"):
+        Reductions([0, 4 << 30], bucket_bytes=25)

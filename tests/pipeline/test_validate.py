@@ -230,3 +230,9 @@ def test_an_evaluation_holds_every_forward_and_nothing_else():
     with pytest.raises(ScheduleError, match="an evaluation holds F only, got 1BW0 on rank 1") as caught:
         validate(read("0F0 0F1\n1F0 1BW0 1F1"), **place)
     assert caught.value.cells == ((1, 1),)
+
+
+@pytest.mark.parametrize("rank", ["a", None, 0.5])
+def test_a_placement_that_gives_no_number_of_a_rank_is_refused(rank):
+    with pytest.raises(ScheduleError, match=f"rank_of must give one of 1 ranks, got rank {rank!r} for stage 0"):
+        check(read("0F0 0BW0"), num_stages=1, num_microbatches=1, rank_of=lambda stage, num_ranks: rank)

@@ -166,6 +166,7 @@ def test_the_command_takes_a_model_of_ones_own(
             "mlp --dp 5 --microbatches 5",
             ": --dp times --microbatches must be at most 24, the samples of a batch, got 5 x 5",
         ),
+        ("mlp --microbatches 25", ": --microbatches must be at most 24, the samples of a batch, got 25"),
         (
             "mlp --schedule interleaved_1f1b --microbatches 3",
             ": interleaved 1F1B needs --microbatches divisible by the number of ranks, got 3 and 2",
@@ -256,3 +257,9 @@ def test_a_small_fault_in_a_gradient_that_is_zero_is_found(monkeypatch: pytest.M
     monkeypatch.setattr(PipelineStage, "backward_steps", faulty(PipelineStage.backward_steps))
     with pytest.raises(MismatchError, match=r"the gradient of 'a0\.key\.bias' differs"):
         verify(attention_case(), pp=2, num_microbatches=2)
+
+
+def test_a_case_without_a_batch_is_refused() -> None:
+    """The report looked for the parameters of the first step."""
+    with pytest.raises(ValueError, match="a case must have a batch to train on, got none"):
+        verify(Case(mlp.layers([4, 4, 4]), [], mg.cross_entropy), pp=2)
