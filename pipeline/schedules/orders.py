@@ -152,7 +152,8 @@ def zero_bubble_h1(rank: int, num_ranks: int, num_microbatches: int) -> list[Act
         rank 0 |F0|F1|  |B0|W0|F2|B1|W1|B2|W2|
         rank 1    |F0|B0|F1|B1|W0|F2|B2|W1|W2|
 
-    Bubble: (P - 1) (F + B - W) where M >= P. Peak: P - rank micro-batches, and what `rank` weight halves keep.
+    Bubble: (P - 1) (F + B - W) where M >= P and W <= F, B. Peak: P - rank micro-batches, and what `rank` weight
+    halves keep.
     """
     return _lagging(rank, num_ranks, num_microbatches, lag=1)
 
@@ -163,8 +164,8 @@ def zero_bubble_h2(rank: int, num_ranks: int, num_microbatches: int) -> list[Act
         rank 0 |F0|F1|F2|B0|W0|B1|W1|B2|W2|
         rank 1    |F0|B0|F1|B1|F2|B2|W0|W1|W2|
 
-    Span bubble: (P - 1) (F + B - 2W) where M >= 2P - 1. Peak: 2 (P - rank) - 1 micro-batches, and what
-    2 rank weight halves keep.
+    Span bubble: (P - 1) (F + B - 2W) where M >= 2P - 1 and W <= F, B. Peak: 2 (P - rank) - 1 micro-batches, and
+    what 2 rank weight halves keep.
     """
     return _lagging(rank, num_ranks, num_microbatches, lag=2)
 
@@ -188,8 +189,8 @@ def zbv(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
     The last stage is on the rank of the first, so a backward starts right after its forward, with no message.
 
-    Span bubble: (P - 1) (B - W) where M >= 2P - 1 and F, W <= B, so 0 at equal times. Peak: 2P stage inputs, which
-    are as much as the P micro-batches of 1F1B's first rank.
+    Span bubble: 2 (P - 1) (B - W) of a chunk's actions where M >= 2P - 1 and W <= F <= B, so 0 at equal times.
+    Peak: 2P stage inputs, which are as much as the P micro-batches of 1F1B's first rank.
     Source: the same, section 6; the order is PyTorch's ScheduleZBVZeroBubble.
     """
     down, up = rank, 2 * num_ranks - 1 - rank

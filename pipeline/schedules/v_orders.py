@@ -98,8 +98,8 @@ def dualpipev(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     The two of a pair run one after the other here, so that each starts as soon as its own inputs are there;
     `dualpipev_overlap` runs them at the same time.
 
-    Span bubble: (P - 1) (F + B - W) of a chunk's actions where F = B and M >= 2P. Peak: 2P + 1 stage inputs, where
-    M >= 2P.
+    Span bubble: (P - 1) (F + B - W) of a chunk's actions where W <= F = B and M >= 2P. Peak: 2P + 1 stage inputs,
+    where M >= 2P.
     Source: DeepSeek-AI 2024 (arXiv 2412.19437), DualPipe, as cut in half in the authors' published code, where
     M >= 2P; for fewer micro-batches, those that there are not fall out of the order for 2P.
     """
@@ -114,7 +114,7 @@ def dualpipev_overlap(rank: int, num_ranks: int, num_microbatches: int) -> list[
 
     A pair starts once the inputs of both are there; so the very first backward, on the last rank, is in none.
 
-    Makespan, where F = B and M >= 2P, with F&B from max(F, B + W) to F + B + W: 3P F + (2M - P - 2) F&B
+    Makespan, where W <= F = B and M >= 2P, with F&B from max(F, B + W) to F + B + W: 3P F + (2M - P - 2) F&B
     + (2P + 1) B + 3W of a chunk's actions. Span bubble, with F&B = F + B + W: (P - 1) (F&B + B - 2W). Peak: 2P + 1
     stage inputs, where M >= 2P.
     Source: as `dualpipev`.

@@ -29,6 +29,7 @@ from pipeline.schedules.schedule import v_shape
 from pipeline.schedules.v_orders import dualpipev, dualpipev_overlap, v_half, v_min
 
 TIMES = [(1, 1, 1), (1.5, 1.25, 0.75), (2, 2, 1), (3, 2.5, 2), (1, 1.2, 0.9)]  # of F, B and W on a rank
+TIMES += [(1, 3, 2), (1, 1, 2), (3, 1, 2)]  # a weight half that is longer than a forward, or than an input half
 ALL = {**SCHEDULES, "forward_only": FORWARD_ONLY}
 ANY = pytest.mark.parametrize("schedule", [*ALL.values(), interleaved_1f1b(3), looped_bfs(3)], ids=lambda s: s.name)
 
@@ -187,13 +188,13 @@ def idle(p, m, v, f, b, w):
         "interleaved_1f1b": (p - 1) * (f + b + w) / v,
         # With M < P each loop waits for the last rank to be through with the loop before.
         "looped_bfs": ((p - 1) + (v - 1) * max(p - m, 0)) * (f + b + w) / v,
-        "zero_bubble_h1": (p - 1) * (f + b - w) if m >= p else None,
-        "zero_bubble_h2": (p - 1) * (f + b - 2 * w) if m >= 2 * p - 1 else None,
-        "zbv": (p - 1) * (b - w) if m >= 2 * p - 1 and max(f, w) <= b else None,
+        "zero_bubble_h1": (p - 1) * (f + b - w) if m >= p and w <= min(f, b) else None,
+        "zero_bubble_h2": (p - 1) * (f + b - 2 * w) if m >= 2 * p - 1 and w <= min(f, b) else None,
+        "zbv": (p - 1) * (b - w) if m >= 2 * p - 1 and w <= f <= b else None,
         "v_min": (4 * p - (5 if p % 3 else 3)) * f / 2 if f == b == w and m >= p else None,
         "v_half": None,  # an upper bound, see below
-        "dualpipev": (p - 1) * (f + b - w) / 2 if m >= 2 * p and f == b else None,
-        "dualpipev_overlap": (p - 1) * ((f + b + w) + b - 2 * w) / 2 if m >= 2 * p and f == b else None,
+        "dualpipev": (p - 1) * (f + b - w) / 2 if m >= 2 * p and w <= f == b else None,
+        "dualpipev_overlap": (p - 1) * ((f + b + w) + b - 2 * w) / 2 if m >= 2 * p and w <= f == b else None,
     }
 
 
