@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from wide_sums import in_both_dtypes, wide_bytes
 
 from distributed import LocalWorld, ReduceOp, SoloCommunicator
 from distributed.comm.transfer import longest_message
@@ -194,9 +195,9 @@ def test_reduce_scatter_leaves_each_rank_its_slice(ranks, n):
 def test_a_wide_sum_is_rounded_once_whoever_has_wide_values(ranks, n, everywhere, in_buffer):
     def program(comm):
         size = comm.size * n
-        memory = comm.buffer(12 * size + 1, np.uint8) if in_buffer else np.zeros(12 * size + 1, np.uint8)
-        wide, array, is_wide = np.split(memory, [8 * size, 12 * size])
-        wide, array = wide.view(np.float64), array.view(np.float32)
+        num_bytes = wide_bytes(size)
+        memory = comm.buffer(num_bytes, np.uint8) if in_buffer else np.zeros(num_bytes, np.uint8)
+        wide, array, is_wide = in_both_dtypes(memory, size)
         if in_buffer == "array":
             wide, is_wide = wide.copy(), is_wide.copy()
         values = np.random.default_rng(comm.rank).standard_normal(size).astype(np.float32)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_disk import fill_disk_at
 
 from distributed import Communicator, LocalWorld, SoloCommunicator
 from distributed.data.batches import Sampler
@@ -455,14 +456,7 @@ def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch:
 def test_a_disk_that_fills_while_a_step_is_noted_is_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = RunFolder.write_metrics
-
-    def full(self: RunFolder, line: dict[str, Any]) -> None:
-        if line["step"] == 3:
-            raise OSError(28, "No space left on device", str(self.path / "metrics.jsonl"))
-        write(self, line)
-
-    monkeypatch.setattr(RunFolder, "write_metrics", full)
+    fill_disk_at(3, monkeypatch)
 
     def program(comm: Communicator) -> None:
         with pytest.raises(SystemExit, match=r"^2$"):

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import fill_disk_at
 from toy_recovery import builder, kill
 
 from distributed import Communicator, LocalWorld
 from distributed.comm.failure import Heal
 from distributed.run import RunSettings
 from distributed.run import folder as run_folder
-from distributed.run.folder import RunFolder
 from distributed.run.run import Run
 from distributed.stop import StopRequest
 from minigrad import rng
@@ -179,14 +179,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(capfd: pytest.CaptureFixture[str
 def test_a_disk_that_fills_while_a_step_is_noted_ends_the_run(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = RunFolder.write_metrics
-
-    def full(self: RunFolder, line: dict[str, Any]) -> None:
-        if line["step"] == 3:
-            raise OSError(28, "No space left on device", str(self.path / "metrics.jsonl"))
-        write(self, line)
-
-    monkeypatch.setattr(RunFolder, "write_metrics", full)
+    fill_disk_at(3, monkeypatch)
     with pytest.raises(SystemExit, match=r"^2\b"):
         train(SETTINGS)
     what = "run/metrics.jsonl: No space left on device; the last checkpoint is run/checkpoints/step-00000002"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from wide_sums import in_both_dtypes, wide_bytes
 
 from distributed import DistributedDataParallel, LocalWorld, ReduceOp, SoloCommunicator, launched_by_mpi
 from distributed.comm.mpi.shared_memory import HEADER_BYTES, SharedBuffer, SharedWindow
@@ -164,7 +165,8 @@ def test_each_rank_says_for_itself_which_of_its_values_are_wide(num_ranks, every
     for rank, buffer in enumerate(buffers):
         for number, place in enumerate(places):
             own = buffer.memory[place[0] : place[-1] + 1]
-            wide, narrow, flag = own[: 8 * n].view(np.float64), own[8 * n : 12 * n].view(np.float32), own[-8:-7]
+            wide, narrow, rest = in_both_dtypes(own, n)
+            flag = rest[:1]
             flag[0] = is_wide[rank, number]
             wide[:], narrow[:] = np.nan, 7
             (wide if flag[0] else narrow)[:] = values[rank, number]
@@ -269,6 +271,10 @@ def make(**settings):
     from distributed.comm.settings import Settings
 
     return MPICommunicator(MPI.COMM_WORLD.Dup, Settings(**settings))
+
+
+def rank_0_warns(comm, match):
+    return pytest.warns(UserWarning, match=match) if comm.rank == 0 else nullcontext()
 
 
 def in_window(comm, buffer):
@@ -392,18 +398,16 @@ def test_staged_reductions_are_in_rank_order(ranks, dtype):
 def test_over_hosts_wide_sums_are_rounded_once(ranks, hosts):
     def program(comm):
         comm = make(hosts=hosts)
-        buffer = comm.buffer(12 * 1000 + 2, np.uint8)
-        wide, narrow = buffer[:8000].view(np.float64), buffer[8000:12000].view(np.float32)
+        wide, narrow, flags = in_both_dtypes(comm.buffer(wide_bytes(1000, num_flags=2), np.uint8), 1000)
         values = np.random.default_rng(comm.rank).standard_normal(1000).astype(np.float32)
         expected = np.sum(comm.allgather(values).wait(), axis=0, dtype=np.float64)
         for _ in range(3):
             narrow[:] = wide[:] = values
             (wide if comm.rank % 3 else narrow)[:] = np.nan
-            buffer[12000:] = comm.rank % 3 == 0
-            parts = [
-                (narrow[own], wide[own], buffer[-1 - k :][:1]) for k, own in enumerate((slice(500), slice(500, 1000)))
-            ]
-            for work in [comm.sum_widely(*part) for part in parts]:
+            flags[:] = comm.rank % 3 == 0
+            halves = slice(500), slice(500, 1000)
+            works = [comm.sum_widely(narrow[own], wide[own], flags[k : k + 1]) for k, own in enumerate(halves)]
+            for work in works:
                 work.wait()
             np.testing.assert_allclose(narrow, expected, rtol=2**-24)
 
@@ -451,8 +455,7 @@ def test_over_hosts_slices_alone_travel_in_messages(ranks, hosts):
             np.testing.assert_array_equal(comm.reduce_scatter(array).wait(), 4 * np.arange(8)[own] + 6)
             comm.allgather_in_place(array).wait()
             np.testing.assert_array_equal(array, 4 * np.arange(8) + 6)
-        memory = comm.buffer(12 * 8 + 1, np.uint8)
-        wide, narrow, is_wide = memory[:64].view(np.float64), memory[64:96].view(np.float32), memory[96:]
+        wide, narrow, is_wide = in_both_dtypes(comm.buffer(wide_bytes(8), np.uint8), 8)
         narrow[:] = np.arange(8) + comm.rank
         comm.sum_widely(narrow, wide, is_wide, everywhere=False).wait()
         np.testing.assert_array_equal(narrow[own], 4 * np.arange(8)[own] + 6)
@@ -479,11 +482,8 @@ def test_over_hosts_halves_are_rounded_once(ranks, hosts):
 def test_hosts_with_unequal_numbers_of_ranks_get_a_plain_array(ranks):
     def program(comm):
         comm = make(hosts="aab")
-        if comm.rank == 0:
-            rule = "what ranks reduce and gather travels in messages, not shared memory: hosts have 1 or 2 ranks"
-            with pytest.warns(UserWarning, match=rule):
-                buffer = comm.buffer(10, np.float32)
-        else:
+        rule = "what ranks reduce and gather travels in messages, not shared memory: hosts have 1 or 2 ranks"
+        with rank_0_warns(comm, rule):
             buffer = comm.buffer(10, np.float32)
         assert not in_window(comm, buffer)
         assert (comm.allreduce(buffer + 1).wait() == 3).all()
@@ -587,10 +587,7 @@ def test_a_window_that_cannot_be_made_is_done_without(ranks, monkeypatch, fault)
             if fault == "space" or comm.rank == comm.size - 1:
                 monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7 << 20))
             rule = f"not shared memory: /dev/shm has 7 MiB free, and {4 * comm.size + 1} MiB are needed"
-        if comm.rank == 0:
-            with pytest.warns(UserWarning, match=f"(?i){rule}"):
-                buffer = comm.buffer(1 << 20, np.float32)
-        else:
+        with rank_0_warns(comm, f"(?i){rule}"):
             buffer = comm.buffer(1 << 20, np.float32)
         assert not in_window(comm, buffer)
         buffer[:] = 1
@@ -614,8 +611,7 @@ def test_a_window_that_one_rank_alone_cannot_have_is_done_without(ranks, monkeyp
 
     def program(comm):
         comm = comm.duplicate()
-        warns = pytest.warns(UserWarning, match="not shared memory: no room") if comm.rank == 0 else nullcontext()
-        with warns:
+        with rank_0_warns(comm, "not shared memory: no room"):
             buffer = comm.buffer(10, np.float32)
         assert not in_window(comm, buffer)
 
