@@ -5,23 +5,25 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import pytest
-from jobs import ROOT, environ, survives_deaths
+from jobs import HELD, ROOT, environ, killed_after, survives_deaths
 
 from common.settings import RecoverySettings
 from distributed.run import read_flags
 
-NUM_STEPS = 80  # the kill must come before the end, however late its moment is seen
+NUM_STEPS = 80
+HELD_AT = 40  # until the kill has come, however late its moment is seen
+LIMIT_SECONDS = 120
 SMALL = ["--steps", f"{NUM_STEPS}", "--batch", "8", "--layers", "1", "--width", "16", "--context", "16"]
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not survives_deaths(), reason="needs Open MPI with ULFM")
-def test_the_loss_goes_on_as_if_nothing_had_happened() -> None:
-    undisturbed, _ = run(kill_after=None)
-    steps, deaths = run(kill_after=2)
+def test_the_loss_goes_on_as_if_nothing_had_happened(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    undisturbed, _ = run(tmp_path_factory.mktemp("undisturbed"), kill_after=None)
+    steps, deaths = run(tmp_path, kill_after=2)
     assert steps == undisturbed
     assert [int(line.split()[1][:-1]) for line in steps] == list(range(NUM_STEPS))
     said, healed = deaths
@@ -53,22 +55,26 @@ def test_wrong_flags_are_one_line(
     assert (end.value.code, capsys.readouterr().err) == (2, f"gpt_recovery.py: {line}\n")
 
 
-def run(kill_after: int | None) -> tuple[list[str], list[str]]:
-    """Run the example on two ranks; return the lines of its steps, and what it says of deaths."""
-    command = [sys.executable, "-m", "distributed.recovery", "-n", "2", str(ROOT / "examples" / "gpt_recovery.py")]
+def run(folder: Path, kill_after: int | None) -> tuple[list[str], list[str]]:
+    """Run the example on two ranks; return the lines of its steps, and what it says of deaths.
+
+    Rank 1 is killed when its number and the line of a step are there, whichever comes first: each rank has a terminal
+    of its own, and a busy launcher reads them in any order.
+    """
+    killed = folder / "killed"
+    if kill_after is None:
+        killed.touch()
+    held = [HELD, str(HELD_AT), str(killed), str(ROOT / "examples" / "gpt_recovery.py")]
+    command = [sys.executable, "-m", "distributed.recovery", "-n", "2", *held, *SMALL]
     lines: list[str] = []
-    with subprocess.Popen(
-        [*command, *SMALL], env=environ(), stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as job:
+    with subprocess.Popen(command, env=environ(), stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
         assert job.stdout is not None
-        limit = threading.Timer(120, os.killpg, (job.pid, signal.SIGKILL))
-        limit.start()
-        for line in job.stdout:
-            lines.append(line.replace("\0", "").strip())
-            if kill_after is not None and lines[-1].startswith(f"step {kill_after}:"):
-                (pid,) = (found[1] for each in lines if (found := re.search(r"rank 1 is process (\d+)", each)))
-                os.kill(int(pid), signal.SIGKILL)
-                kill_after = None
-    limit.cancel()
+        with killed_after(LIMIT_SECONDS, job):
+            for line in job.stdout:
+                lines.append(line.replace("\0", "").strip())
+                pids = [found[1] for each in lines if (found := re.fullmatch(r"rank 1 is process (\d+)", each))]
+                if pids and not killed.exists() and any(each.startswith(f"step {kill_after}:") for each in lines):
+                    os.kill(int(pids[0]), signal.SIGKILL)
+                    killed.touch()
     assert job.returncode == 0, lines
     return [line for line in lines if line.startswith("step ")], [line for line in lines if " died" in line]

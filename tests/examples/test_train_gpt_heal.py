@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import LIGHTLY, ROOT, metrics_of, run_job, start, survives_deaths, write_text
+from jobs import HELD, LIGHTLY, ROOT, metrics_of, run_job, start, survives_deaths, write_text
 
 from common.train_gpt_settings import TrainSettings
 
-NUM_STEPS = 100  # the kill must come before the end, however late its moment is seen
+NUM_STEPS = 100
+HELD_AT = 50  # until the kill has come, however late its moment is seen
 LIMIT_SECONDS = 120
 SIZES = f"--steps {NUM_STEPS} --layers 2 --heads 2 --width 16 --context 16 --batch 12 --dropout 0.1"
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
@@ -110,7 +111,8 @@ def kill_in(
     command: list[str], folder: Path, *, num_ranks: int = 2, whom: str = "rank 0", after: int = 4
 ) -> tuple[int, str, str]:
     """Run a job, and kill something after so many steps; return its exit code and what it says."""
-    launch = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), *command]
+    held = [HELD, str(HELD_AT), str(folder / "killed"), *command]
+    launch = [sys.executable, "-m", "distributed.recovery", "-n", str(num_ranks), *held]
     metrics, pid, saved = (folder / "healed" / name for name in ("metrics.jsonl", "pid", "checkpoints/latest"))
     with start(launch, folder) as job:
         end = time.monotonic() + LIMIT_SECONDS
@@ -118,6 +120,7 @@ def kill_in(
             if saved.exists() and metrics.read_bytes().count(b"\n") >= after:
                 started = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
                 os.kill(int(pid.read_text() if whom == "rank 0" else started[0]), signal.SIGKILL)
+                (folder / "killed").touch()
                 break
             time.sleep(0.002)
         try:

@@ -4,10 +4,13 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 LIGHTLY = str(ROOT / "tests" / "support" / "lightly.py")  # runs an example, whose name follows, without its pictures
+HELD = str(ROOT / "tests" / "support" / "held.py")  # holds a run, whose script follows, until somebody has killed
 LIMIT_SECONDS = 180  # several times what the longest takes on a busy machine
 _FOLDERS = tempfile.TemporaryDirectory(prefix="jobs-")  # a short name: sockets lie in it, whose paths must be short
 
@@ -81,6 +85,25 @@ def start(command: Sequence[str], cwd: Path, *, new_session: bool = False) -> su
     )
 
 
+@contextmanager
+def killed_after(seconds: float, job: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kill a job that has a session of its own where what is inside takes longer or fails; else it would go on."""
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # ranks that may die end with their launcher
+
+    limit = threading.Timer(seconds, kill)
+    limit.start()
+    try:
+        yield
+    except BaseException:
+        kill()
+        raise
+    finally:
+        limit.cancel()
+
+
 def environ() -> dict[str, str]:
     """Return the environment of a job, whichever MPI starts it."""
     unless_given = {
@@ -92,6 +115,7 @@ def environ() -> dict[str, str]:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",  # or the ranks of two jobs at once would share a core
         "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "",  # with it a line is written in two parts, and a rank may die between them
         # A folder of its own: what an mpirun that is killed leaves there stops a later one that has its process number.
         "TMPDIR": tempfile.mkdtemp(dir=_FOLDERS.name),
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support"))),
