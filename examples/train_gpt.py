@@ -146,14 +146,15 @@ def main() -> None:
 
     loss = training.validation_loss(validation)
     training.stages.eval()
-    run.end(**figures(loss, bytes_a_token))
+    noted = figures(loss, bytes_a_token)
+    run.end(**noted)
     run.say(f"validation loss {loss:.3f} nats a token")
     prompt = validation[: max(1, settings.context // 2)]  # the rest is room: what is read is kept
     can_print = not settings.quiet and (tokenizer is not None or is_bytes)
     writes = can_print and training.mesh.dp.rank == 0
     sample = write(training.stages, training.schedule, prompt, settings) if writes else prompt
     if tokenizer is not None:
-        run.say(f"{loss / tokenizer.bytes_a_token(validation):.3f} nats a byte")
+        run.say(f"{noted['validation_nats_per_byte']:.3f} nats a byte")
         before, written = ("".join(tokenizer.decode(ids)) for ids in (prompt, sample))
         run.say(f"after this text:\n{before}\nthe model writes:\n{written}")
     elif is_bytes:

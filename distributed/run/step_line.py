@@ -76,8 +76,8 @@ class StepLine:
     def check_loss(self) -> None:
         """Raise ValueError where the step that has ended leads nowhere."""
         if not math.isfinite(self.values["loss"]):
-            step = self.values["step"]
-            raise ValueError(f"the loss of step {step} is {self.values['loss']}, and what follows would be too")
+            number = self.values["step"] + 1  # as the progress bar counts
+            raise ValueError(f"the loss of step {number} is {self.values['loss']}, and what follows would be too")
 
     def words(self, num_steps: int, seconds: float) -> str:
         """Return what a progress bar says after so many steps.

@@ -437,7 +437,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
 
     with pytest.raises(SystemExit, match=r"^2$"):
         diverge()
-    line = f"the loss of step 3 is {value}, and what follows would be too; "
+    line = f"the loss of step 4 is {value}, and what follows would be too; "
     assert f"{line}the last checkpoint is run/checkpoints/step-00000003" in capfd.readouterr().err
     assert (run.folder / "checkpoints" / "latest").read_text() == "step-00000003\n"
 

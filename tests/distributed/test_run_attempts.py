@@ -173,7 +173,7 @@ def test_a_run_that_is_asked_to_in_its_last_step_ends_as_it_is(monkeypatch: pyte
 def test_a_loss_that_is_not_finite_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^2\b"):
         train(SETTINGS, bad_loss=3)
-    assert "the loss of step 3 is nan, and what follows would be too; the last checkpoint is" in capfd.readouterr().err
+    assert "the loss of step 4 is nan, and what follows would be too; the last checkpoint is" in capfd.readouterr().err
 
 
 def test_a_disk_that_fills_while_a_step_is_noted_ends_the_run(

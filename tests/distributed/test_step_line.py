@@ -79,5 +79,5 @@ def test_a_loss_that_leads_nowhere_is_an_error(loss: float) -> None:
     with pytest.raises(RuntimeError, match=r"every step logs its loss"):
         line.end(1.0, None)
     line.note(loss=loss)
-    with pytest.raises(ValueError, match=rf"the loss of step 7 is {loss}, and what follows would be too"):
+    with pytest.raises(ValueError, match=rf"the loss of step 8 is {loss}, and what follows would be too"):
         line.check_loss()
