@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
         name = arguments.value.replace("-", "_")
         cells = {(getattr(result, down), getattr(result, across)): getattr(result, name) for result in results}
         title = f"{next(iter(candidates))}: {VALUES[arguments.value]}"
-        drawing = svg(heat_map(cells, title, down=AXES[down], across=AXES[across]))
+        in_bytes = ["values" if name == "peak_memory" else "", AXES["bandwidth"], AXES["memory"]]
+        drawing = svg(heat_map(cells, title, down=AXES[down], across=AXES[across], in_bytes=in_bytes))
         files.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
         print(to_json(results))

@@ -90,6 +90,26 @@ def test_a_heat_map_is_darker_where_the_number_is_larger():
     assert ET.fromstring(svg(picture)).tag.endswith("svg")
 
 
+def test_a_heat_map_has_units_of_memory_for_memory_alone(tmp_path):
+    """A step of 16 million microseconds once took 15.3Mi."""
+    drawing = tmp_path / "a.svg"
+    options = [
+        "--latency",
+        "0,2000000",
+        "--memory",
+        "1GiB,2GiB",
+        "--svg",
+        str(drawing),
+        "--csv",
+        str(tmp_path / "a.csv"),
+    ]
+    assert main(["sweep", "1f1b", *options, "--value", "with-reductions"]) == 0
+    words = [text.text for text in ET.fromstring(drawing.read_text()).iter() if text.tag.endswith("text")]
+    assert words[2:] == ["1Gi", "2Gi", "0", "33.00", "33.00", "2e+06", "3.2e+07", "3.2e+07"]
+    assert main(["sweep", "1f1b", *options, "--value", "peak-memory", "--activations", "1GiB"]) == 0
+    assert "4Gi" in drawing.read_text()
+
+
 def test_the_command_writes_a_table_and_a_picture(tmp_path, capsys):
     table, drawing = tmp_path / "a.csv", tmp_path / "a.svg"
     options = ["--ranks", "2..4", "--microbatches", "4,8", "--activations", "100MiB", "--memory", "1GiB"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pipeline.schedules.drawing.svg import IDLE, INK, MARGIN, MUTED, Box, Picture, Words, end_of
 
@@ -13,12 +13,20 @@ LIGHTEST, DARKEST = (239, 246, 252), (33, 102, 172)
 """Lengths in points; colours as red, green and blue."""
 
 
-def heat_map(values: Mapping[tuple[float, float], float], title: str, *, down: str, across: str) -> Picture:
+def heat_map(
+    values: Mapping[tuple[float, float], float],
+    title: str,
+    *,
+    down: str,
+    across: str,
+    in_bytes: Collection[str] = (),
+) -> Picture:
     """Lay out one cell for each value, grey where there is none.
 
     Args:
         values: by (number down, number across).
         down, across: what these numbers are.
+        in_bytes: which of "values", `down` and `across` are: a large one is said with its unit.
     """
     rows, columns = sorted({row for row, _ in values}), sorted({column for _, column in values})
     left, top = MARGIN + LABEL_WIDTH, MARGIN + HEAD_HEIGHT
@@ -27,14 +35,14 @@ def heat_map(values: Mapping[tuple[float, float], float], title: str, *, down: s
         Words(MARGIN, MARGIN + 27, f"down: {down}, across: {across}", 11, MUTED),
     ]
     words += [
-        Words(left + (x + 0.5) * CELL_WIDTH, top - 10, _number(column), 11, MUTED, "middle")
+        Words(left + (x + 0.5) * CELL_WIDTH, top - 10, _number(column, across in in_bytes), 11, MUTED, "middle")
         for x, column in enumerate(columns)
     ]
     low, high = min(values.values()), max(values.values())
     boxes = []
     for y, row in enumerate(rows):
         middle = top + (y + 0.5) * CELL_HEIGHT
-        words.append(Words(MARGIN, middle, _number(row), 11, MUTED))
+        words.append(Words(MARGIN, middle, _number(row, down in in_bytes), 11, MUTED))
         for x, column in enumerate(columns):
             value = values.get((row, column))
             level = 0.0 if value is None or high == low else (value - low) / (high - low)
@@ -42,17 +50,18 @@ def heat_map(values: Mapping[tuple[float, float], float], title: str, *, down: s
             boxes.append(Box(left + x * CELL_WIDTH, top + y * CELL_HEIGHT, CELL_WIDTH - 1, CELL_HEIGHT - 1, fill))
             if value is not None:
                 ink = "#ffffff" if level > 0.6 else INK
-                words.append(Words(left + (x + 0.5) * CELL_WIDTH, middle, _number(value, ".2f"), 10, ink, "middle"))
+                number = _number(value, "values" in in_bytes, ".2f" if value < 1e4 else ".3g")
+                words.append(Words(left + (x + 0.5) * CELL_WIDTH, middle, number, 10, ink, "middle"))
     right = max(left + len(columns) * CELL_WIDTH, end_of(words))
     return Picture(right + MARGIN, top + len(rows) * CELL_HEIGHT + MARGIN, boxes, words)
 
 
-def _number(value: float, form: str = "") -> str:
-    """Say a number in the room of a cell: a large one with the unit of an amount of memory."""
-    for unit, size in (("Ti", 1 << 40), ("Gi", 1 << 30), ("Mi", 1 << 20)):
+def _number(value: float, in_bytes: bool, form: str = "g") -> str:
+    """Say a number in the room of a cell."""
+    for unit, size in (("Ti", 1 << 40), ("Gi", 1 << 30), ("Mi", 1 << 20)) if in_bytes else ():
         if size <= value < math.inf:
             return f"{value / size:.3g}{unit}"
-    return format(value, form or "g")
+    return format(value, form)
 
 
 def _colour(level: float) -> str:
