@@ -82,8 +82,9 @@ def alive(folder: Path) -> list[str]:
 
 def wait_for_the_end(folder: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS + GRACE_SECONDS
-    while alive(folder):
-        assert time.monotonic() < deadline, f"still there: {alive(folder)}"
+    while left := alive(folder):
+        said = (folder / "output").read_text() if (folder / "output").exists() else ""
+        assert time.monotonic() < deadline, f"still there: {left}\n{said}"
         time.sleep(0.1)
 
 
