@@ -31,9 +31,15 @@ number = signals[how.pop("signal", "kill")]
 dies = {int(rank): tuple(moment) for rank, moment in dies.items()}
 if "heal" in how:
     how["heal"] = Heal(how["heal"])
-comm = world(survive=True, deterministic=True, timeout_seconds=how.pop("timeout_seconds", 60))
+comm = world(survive=True, deterministic=True, timeout_seconds=60)
+hurries = how.pop("hurries", None)  # the step after which rank 0 waits 5 s at most, as no other rank is late before
+
+def on_step(step):
+    if step == hurries and comm.rank == 0 and dies:
+        comm._engine.timeout_seconds = comm._family._timeout_seconds = 5
+
 die = lambda: os.kill(os.getpid(), number)
-parameters, losses, recoveries = train(comm, builder(pp), dies=dies, die=die, **how)
+parameters, losses, recoveries = train(comm, builder(pp), dies=dies, die=die, on_step=on_step, **how)
 if parameters:  # of a spare that was not needed there are none
     print(json.dumps([comm.rank, *digest(parameters), [r.source for r in recoveries]]), flush=True)
 """
@@ -131,7 +137,7 @@ def test_when_every_rank_is_killed_it_begins_again(tmp_path):
 @pytest.mark.long
 def test_a_rank_that_hangs_is_found_by_the_time_limit(tmp_path):
     says = AGAIN.format(2, r"\[rank 0\] TimeoutError: no rank may wait longer than 5 s.*")
-    found, sources, _ = run(tmp_path, 2, {1: (2, "hook")}, says=says, signal="stop", timeout_seconds=5)
+    found, sources, _ = run(tmp_path, 2, {1: (2, "hook")}, says=says, signal="stop", hurries=1)
     assert (found, sources) == (undisturbed(2), {"the job before"})
 
 

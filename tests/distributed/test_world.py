@@ -123,16 +123,16 @@ def test_a_script_that_a_rank_starts_is_alone_and_harms_nobody(tmp_path):
     """It has the launcher's variables, so it took the rank's place in MPI: both hung. open-mpi/ompi#3158"""
     (tmp_path / "evaluate.py").write_text(
         "from distributed import launcher_rank, world\n"
-        "comm = world(timeout_seconds=10)\n"
+        "comm = world(timeout_seconds=100)\n"
         "comm.barrier()\n"
         "print('evaluated on', comm.size, 'as', launcher_rank(), flush=True)\n"
     )
     (tmp_path / "train.py").write_text(
         "import multiprocessing, subprocess, sys\n"
         "from distributed import world\n"
-        "comm = world(timeout_seconds=30)\n"
+        "comm = world(timeout_seconds=120)\n"
         "if comm.rank == 1:\n"
-        "    subprocess.run([sys.executable, 'evaluate.py'], check=True, timeout=20)\n"
+        "    subprocess.run([sys.executable, 'evaluate.py'], check=True, timeout=100)\n"
         "    fork = multiprocessing.get_context('fork')\n"
         "    process = fork.Process(target=lambda: print('forked on', world().size, flush=True))\n"
         "    process.start()\n"
@@ -150,10 +150,10 @@ def test_a_rank_may_start_a_job_of_its_own(tmp_path):
     (tmp_path / "job.py").write_text(
         "import subprocess, sys\n"
         "from distributed import world\n"
-        "comm = world(timeout_seconds=30)\n"
+        "comm = world(timeout_seconds=120)\n"
         f"command = [{MPIRUN!r}, '-n', '2', sys.executable, 'job.py', 'inner']\n"
         "if len(sys.argv) == 1:\n"
-        "    subprocess.run(command, check=True, timeout=30)\n"
+        "    subprocess.run(command, check=True, timeout=100)\n"
         "comm.barrier()\n"
         "print(*sys.argv[1:], comm.size, flush=True)\n"
     )

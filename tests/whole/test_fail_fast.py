@@ -120,11 +120,15 @@ def test_exception_before_the_world_exists_ends_the_job(job):
         pytest.skip("only Open MPI's mpirun ends a job for a rank that never reached MPI")
     source = """
         import time
+        from pathlib import Path
         from distributed import launcher_rank, world
 
         if launcher_rank() == 1:
+            while not Path("starts").exists():
+                time.sleep(0.01)
             time.sleep(2)  # a rank that ends while another one connects to mpirun can hang Open MPI 5's own clean-up
             raise FileNotFoundError("no such corpus")  # loading data, say
+        Path("starts").touch()
         world().barrier()
     """
     result = job(source)
