@@ -57,7 +57,8 @@ def pow(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp | None]]:
     """
     a, b = pair("pow", a, b)
     if isinstance(b, (int, float)):
-        return _power(a, b), (lambda g: g * (b * _power(a, b - 1)) if b else xp_of(g).zeros_like(g), None)
+        y = a.copy() if b == 1 else _power(a, b)  # no view: who takes a power keeps the values of now
+        return y, (lambda g: g * (b * _power(a, b - 1)) if b else xp_of(g).zeros_like(g), None)
     xp = xp_of(b)
     if isinstance(a, (int, float)):
         a = xp.asarray(a, xp.result_type(a, b))  # of integers a float: in their dtype 2.5 would be 2
@@ -67,7 +68,7 @@ def pow(a: Array, b: Array) -> tuple[Array, tuple[Vjp, Vjp | None]]:
         b,
         y,
         lambda g: g * (b * a ** select(b == 0, 1, b - 1, b.dtype)),
-        lambda g: g * (y * xp.log(select(a == 0, 1, a, a.dtype))),
+        lambda g: g * (select(a == 0, 0, y, y.dtype) * xp.log(select(a == 0, 1, a, a.dtype))),
     )
 
 

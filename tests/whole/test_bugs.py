@@ -823,3 +823,20 @@ def test_lines_of_ranks_that_are_threads_do_not_mix(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stderr", stream)
     LocalWorld(3).run(lambda comm: warn(f"rank {comm.rank} has no disk"))
     assert sorted(stream.getvalue().splitlines()) == [f"rank {rank} has no disk" for rank in range(3)]
+
+
+def test_a_first_power_keeps_the_values_of_now() -> None:
+    # It was the same memory: after the next step of an optimizer, the power was another.
+    p = mg.Parameter(np.array([1.0, 2.0]), "p")
+    before = p**1
+    p.data = np.zeros(2)
+    np.testing.assert_array_equal(before.data, [1, 2])
+
+
+def test_the_derivative_by_an_exponent_is_0_at_base_0_of_a_negative_one_too() -> None:
+    # 0^-1 is infinite, and infinity times 0 was nan.
+    base, exponents = np.array([[0.0], [2.0]]), mg.Tensor(np.array([-1.0, 0.0, 2.0]), requires_grad=True)
+    with np.errstate(divide="ignore"):
+        power = base**exponents
+    mg.backward(mg.sum(mg.where(np.isinf(power.data), 0.0, power)))
+    np.testing.assert_allclose(exponents.grad, 2.0 ** np.array([-1, 0, 2]) * np.log(2))
