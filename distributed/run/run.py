@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -152,11 +152,10 @@ class Run:
             loop = AttemptLoop(self, build, stop)
             how = {"num_spares": num_spares, "buddy_every": buddy_every, "usable": usable, "rehearse": rehearse}
             try:
-                yield from loop.attempts(heal, **how)
+                with closing(loop):
+                    yield from loop.attempts(heal, **how)
             except (CheckpointError, ValueError) as error:  # the same on every rank
                 self._fail(error, None if loop.parts is None else loop.parts.checkpoints)
-            finally:
-                loop.close()
         if self.stopped:
             self._end_early(loop.num_done)
         self.stopped |= self.training is None  # a spare, or a run that was done before

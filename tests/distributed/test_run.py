@@ -41,7 +41,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "draw_plots", lambda *_, **__: [])
 
 
-def train(settings: RunSettings, comm: Communicator | None = None, *, stop_at: int = -1) -> Run:
+def train(settings: RunSettings, comm: Communicator | None = None, *, stop_at: int = -1, bad_loss: bool = False) -> Run:
     """Fit a line, one sample a step; ask for an early end in the step `stop_at`."""
     comm = comm or SoloCommunicator()
     model = Linear(ParamGetter(dtype=np.float64), 2, 1)
@@ -54,7 +54,7 @@ def train(settings: RunSettings, comm: Communicator | None = None, *, stop_at: i
         loss = ((model(x) - 3 * x[:, :1]) ** 2).mean()
         backward(loss)
         optimizer.step()
-        run.log(loss.item(), rows=float(x[0, 0]))
+        run.log(float("nan") if bad_loss else loss.item(), rows=float(x[0, 0]))
         if step == stop_at:
             run_module.signal_of_the_test()  # type: ignore[attr-defined]
     if not run.stopped:
@@ -102,8 +102,10 @@ def test_a_run_leaves_all_that_it_says(capfd: pytest.CaptureFixture[str], monkey
 
 
 def test_metrics_and_summary() -> None:
+    start = time.perf_counter()
     run = train(SETTINGS)
     found = lines(run)
+    assert sum(line["seconds"] for line in found) < time.perf_counter() - start
     assert [line["step"] for line in found] == list(range(NUM_STEPS))
     assert [line["learning_rate"] for line in found] == [0.1 / (1 + step) for step in range(NUM_STEPS)]
     assert all(line["seconds"] > 0 and "exposed_comm_seconds" not in line for line in found)
@@ -296,6 +298,25 @@ def test_a_resume_that_is_refused_leaves_no_folder(capfd: pytest.CaptureFixture[
             train(replace(SETTINGS, run=folder, resume=str(checkpoint), steps=5))
     assert "--steps must be at least the 6 that are done, got 5" in capfd.readouterr().err
     assert [path for path in Path().rglob("*") if path.is_dir() and not path.is_relative_to("run")] == [Path("runs")]
+
+
+@pytest.mark.parametrize("way", ["to its end", "early", "done before", "refused", "to a bad loss", "without metrics"])
+def test_whoever_comes_after_a_run_that_has_ended_has_its_folder(way: str) -> None:
+    """However it ended, and whoever still holds the run, as an error does that is looked at."""
+    settings, how = SETTINGS, {"stop_at": 2} if way == "early" else {}
+    if way in ("done before", "refused", "without metrics"):
+        train(SETTINGS, stop_at=2 if way == "without metrics" else -1)
+        settings = replace(SETTINGS, resume="auto", steps=5 if way == "refused" else NUM_STEPS)
+    if way == "without metrics":
+        Path("run/metrics.jsonl").write_text("{\n")
+    held: Any
+    if way in ("refused", "to a bad loss", "without metrics"):
+        with pytest.raises(SystemExit) as held:
+            train(settings, bad_loss=way == "to a bad loss")
+    else:
+        held = train(settings, **how)
+    RunFolder("run").close()
+    del held
 
 
 def test_a_run_that_never_began_leaves_no_folder() -> None:

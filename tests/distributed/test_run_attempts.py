@@ -13,10 +13,11 @@ import pytest
 from full_disk import fill_disk_at
 from toy_recovery import builder, kill
 
-from distributed import Communicator, LocalWorld
+from distributed import Communicator, LocalWorld, SoloCommunicator
 from distributed.comm.failure import Heal
 from distributed.run import RunSettings
 from distributed.run import folder as run_folder
+from distributed.run.folder import RunFolder
 from distributed.run.run import Run
 from distributed.stop import StopRequest
 from minigrad import rng
@@ -53,6 +54,7 @@ def asked_after(num_steps: int) -> type[StopRequest]:
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("kept")
     monkeypatch.setattr(run_folder, "draw_plots", lambda *_, **__: [])
     monkeypatch.setattr("distributed.run.run.StopRequest", Unasked)
 
@@ -79,6 +81,7 @@ def train(
     def program(comm: Communicator) -> None:
         moments = set() if comm.is_newcomer else {moment[1:] for moment in deaths if moment[0] == comm.rank}
         run = Run(settings, comm)
+        run.keep("words.txt")
         for attempt in run.attempts(builder(pp), heal=heal, num_spares=num_spares):
             with attempt as toy:
                 x, y = toy.data.next()
@@ -132,6 +135,7 @@ def test_each_step_has_one_line_whoever_dies(
         "step-00000005",
     ]
     assert json.loads(Path("run/summary.json").read_text())["accuracy"] == 0.5
+    assert Path("run/words.txt").read_text() == "kept"
 
 
 @pytest.mark.parametrize(("step", "source"), [(1, "the beginning"), (3, "the last checkpoint")])
@@ -143,7 +147,69 @@ def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(
     assert of_steps(found) == of_steps(expected)
     first = step - step % 2 if step > 1 else 0
     assert found[first]["redone_steps"] == step - first
-    assert f"2 ranks go on at step {first}, from {source}, 1 step is done again" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"2 ranks go on at step {first}, from {source}, 1 step is done again" in said
+    assert "finds nothing to go on with" not in said, "nobody has asked for it"
+
+
+@pytest.mark.parametrize(("save_every", "first"), [(9, 1), (2, 2)])
+def test_a_run_that_began_at_a_checkpoint_goes_back_there_until_it_has_one_of_its_own(
+    save_every: int, first: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = train(replace(SETTINGS, run="before", save_every=1, keep=NUM_STEPS), size=2, pp=2)
+    settings = replace(SETTINGS, resume="before/checkpoints/step-00000001", save_every=save_every)
+    found = train(settings, (1, 3, "reduced"), size=2, pp=2)
+    assert of_steps(found) == of_steps(expected)
+    assert f"2 ranks go on at step {first}, from the last checkpoint" in capfd.readouterr().err
+
+
+def test_who_goes_on_says_once_how_to_end_it(capfd: pytest.CaptureFixture[str]) -> None:
+    train(replace(SETTINGS, quiet=False), (1, 2, "reduced"))
+    assert capfd.readouterr().out.count("saves and ends this run") == 1
+
+
+def test_a_run_that_was_done_but_not_summed_up_is_summed_up() -> None:
+    train(SETTINGS)
+    Path("run/summary.json").unlink()
+    train(replace(SETTINGS, resume="auto"))
+    assert json.loads(Path("run/summary.json").read_text())["accuracy"] == 0.5
+
+
+def test_a_run_that_is_done_lets_others_into_its_folder() -> None:
+    train(SETTINGS)
+    runs = []
+
+    def program(comm: Communicator) -> None:
+        runs.append(Run(replace(SETTINGS, resume="auto"), comm))
+        assert list(runs[-1].attempts(builder(1))) == []
+
+    LocalWorld(1, survive=True).run(program)
+    RunFolder("run").close()
+
+
+def test_a_run_goes_on_with_what_is_in_its_folder_only_where_it_is_asked_to() -> None:
+    train(SETTINGS)
+    with pytest.raises(RuntimeError, match="run/checkpoints holds step-00000005 already"):
+        train(SETTINGS)
+
+
+def test_a_run_that_cannot_be_built_ends_in_one_line_and_leaves_no_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    def build(comm: Communicator) -> Any:
+        raise ValueError("a model that cannot be")
+
+    run = Run(SETTINGS, SoloCommunicator())
+    with pytest.raises(SystemExit, match=r"^2$"):
+        next(run.attempts(build, heal=None))
+    assert capfd.readouterr().err.endswith(": a model that cannot be\n")
+    assert not Path("run").exists()
+
+
+def test_a_bar_ends_its_line_before_an_error_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    with pytest.raises(SystemExit, match=r"^2\b"):
+        train(replace(SETTINGS, quiet=False, progress="bar"), bad_loss=3, size=1)
+    told = capfd.readouterr().err
+    assert "\n" in told[: told.index("the loss of step 3 is nan")]
 
 
 @pytest.mark.parametrize("num_spares", [0, 1])

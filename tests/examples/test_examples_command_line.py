@@ -6,9 +6,11 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -174,6 +176,24 @@ def test_what_is_resumed_has_its_old_settings(
 ) -> None:
     settings = read_settings(TrainSettings, "", arguments.split())
     assert (settings.run, settings.layers, settings.lr, settings.quiet) == (run, layers, lr, quiet)
+
+
+@dataclass(frozen=True)
+class HeirSettings(TrainSettings):
+    """Settings that take something over from elsewhere."""
+
+    @classmethod
+    def inherited(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return super().inherited(given) | {"keep": 7, "warmup": len(given)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keep", "warmup"),
+    [("", 7, 0), ("--lr 1", 7, 1), ("--keep 2", 2, 1), ("--resume auto", 3, -1), (f"--resume {CHECKPOINT}", 3, -1)],
+)
+def test_a_new_run_takes_over_what_its_settings_inherit(runs: Path, arguments: str, keep: int, warmup: int) -> None:
+    settings = read_settings(HeirSettings, "", arguments.split())
+    assert (settings.keep, settings.warmup) == (keep, warmup)
 
 
 WHERE = " (flags that are not given are as in runs/train-2/settings.json)"

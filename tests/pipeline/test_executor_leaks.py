@@ -75,6 +75,7 @@ def test_a_step_of_twice_as_many_micro_batches_holds_no_more_and_leaves_nothing(
     few, _ = traced(schedule, 8)
     many, left = traced(schedule, 16)
     assert left < 0.5
+    # Which rank is ahead of the other moves a peak by 1 or 2 MiB, at any number of micro-batches.
     assert many < few + 4, "8 more micro-batches: what is kept of each would be 8 MiB more"
 
 
