@@ -157,7 +157,7 @@ show(run("zero_bubble_h1"), f"Zero bubble H1: {P} ranks, {M} micro-batches")
 #
 # $$(P - 1)\,(F + B - W)$$
 #
-# A third, at equal times.
+# where W is no longer than F and B: a third, at equal times.
 
 # %%
 for p in (2, 3, 4, 8):
