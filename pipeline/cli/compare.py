@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.cli import files, flags
@@ -11,7 +12,7 @@ from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import BOUNDARIES, MICROBATCHES, RANKS, add_microbatches, add_ranks
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
 from pipeline.schedules.action import check_skips
-from pipeline.schedules.compare import Result, Work, at_size, peaks_of, result_of, timeline_of, to_csv, to_json
+from pipeline.schedules.compare import Result, Work, at_size, peaks_of, result_of, timeline_of, to_csv
 from pipeline.schedules.drawing.svg import stacked, svg
 
 HELP = "compare schedules in one table"
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         drawing = svg(stacked(drawings))
         files.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
-        print(to_json(results))
+        print(flags.as_json(list(map(asdict, results))))
         for row in refused:
             print(row, file=sys.stderr)
         return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
 from pipeline.cli import files, flags
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
-from pipeline.schedules.compare import Work, sweep, to_csv, to_json
+from pipeline.schedules.compare import Work, sweep, to_csv
 from pipeline.schedules.drawing.heat_map import heat_map
 from pipeline.schedules.drawing.svg import svg
 
@@ -54,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
         if len(candidates) != 1:
             raise ValueError(f"--svg draws one schedule, got {len(candidates)}")
         if len(axes) > 2:
-            raise ValueError(f"--svg draws over at most two things, got several of {', '.join(axes)}")
+            got = ", ".join(AXES[axis] for axis in axes)
+            raise ValueError(f"--svg draws over at most two things, got several of {got}")
     for p in arguments.ranks:
         flags.check_size(2 * p * max(arguments.microbatches))
     links_and_memory = product(*(several[name] for name in ("latency", "bandwidth", "memory")))
@@ -74,6 +76,6 @@ def run(arguments: argparse.Namespace) -> None:
         drawing = svg(heat_map(cells, title, down=AXES[down], across=AXES[across], in_bytes=in_bytes))
         files.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
-        print(to_json(results))
+        print(flags.as_json(list(map(asdict, results))))
     elif arguments.csv is None:
         print(to_csv(results).rstrip())

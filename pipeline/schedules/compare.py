@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
 
@@ -279,9 +278,3 @@ def to_csv(results: Sequence[Result]) -> str:
         values = (getattr(result, name) for name in names)
         writer.writerow(f"{value:.10g}" if isinstance(value, float) else value for value in values)
     return table.getvalue()
-
-
-def to_json(results: Sequence[Result]) -> str:
-    """Write results as a list of objects; what is infinite is null, as JSON has no such number."""
-    rows = [{name: None if value == math.inf else value for name, value in asdict(r).items()} for r in results]
-    return json.dumps(rows, indent=2)

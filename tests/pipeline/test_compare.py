@@ -199,7 +199,7 @@ def test_what_is_found_is_drawn(tmp_path, capsys):
         ),
         (
             ["sweep", "1f1b", "--svg", "x.svg", "--ranks", "2,3", "--memory", "1,2", "--latency", "0,1"],
-            "at most two things",
+            "at most two things, got several of ranks, latency, memory",
         ),
         (["compare", "--ranks-per-host", "0"], "must be a whole number of at least 1, got '0'"),
         (["search", "--memory", "1", "--static", "2"], "--memory must be more than --static, got 1 and 2"),
