@@ -3,12 +3,14 @@
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from distributed.comm.failure import RankFailure
 from distributed.comm.mpi import progress
-from distributed.comm.mpi.progress import Engine, until_sequence_done
+from distributed.comm.mpi.progress import Engine, until_done, until_sequence_done
 from distributed.comm.work import Work
 
 DONE = np.ones(1)
@@ -185,6 +187,58 @@ def test_what_comes_while_a_process_is_held_up_is_in_time(clock):
         return DONE
 
     assert make_engine(timeout_seconds=10).start(held_up(), lambda: "held up").wait() is DONE
+
+
+def later(clock, num_waits):
+    """Steps that take a hundredth of a second each."""
+    for _ in range(num_waits):
+        clock.now += 0.01
+        yield
+    return DONE
+
+
+def test_a_rank_that_waits_answers_now_and_then_what_it_waits_for(clock):
+    answers = []
+    roll_call = SimpleNamespace(answer=lambda describe: answers.append((describe(), clock.now)))
+    engine = make_engine(roll_call=roll_call)
+    assert engine.start(later(clock, 100), lambda: "a barrier").wait() is DONE
+    assert {words for words, _ in answers} == {"a barrier"}
+    times = [now for _, now in answers]
+    apart = np.diff([100.0, *times, 101.0])
+    assert apart[:-1].min() > progress.LOOK_SECONDS
+    assert apart.max() < progress.LOOK_SECONDS + 0.04
+
+
+def test_what_an_error_of_an_answer_means_the_fault_watch_says(clock):
+    def answer(describe):
+        raise OSError("MPI knows why")
+
+    watch = SimpleNamespace(check=lambda: None, translate=lambda error: RankFailure((len(str(error)),)))
+    engine = make_engine(roll_call=SimpleNamespace(answer=answer), fault_watch=watch)
+    with pytest.raises(RankFailure) as caught:
+        engine.start(later(clock, 100), lambda: "a barrier").wait()
+    assert caught.value.ranks == (13,)
+
+
+def test_a_wait_ends_where_a_rank_has_died(clock):
+    def check():
+        if clock.now > 100.5:
+            raise RankFailure((1,))
+
+    engine = make_engine(fault_watch=SimpleNamespace(check=check, translate=lambda error: error))
+    assert engine.start(later(clock, 40), lambda: "in time").wait() is DONE
+    with pytest.raises(RankFailure):
+        engine.start(later(clock, 100), lambda: "for ever").wait()
+    assert clock.now < 101
+
+
+def test_one_request_is_tested_until_it_is_done():
+    answers = [False, False, True]
+    steps = until_done(SimpleNamespace(Test=lambda: answers.pop(0)), DONE)
+    assert [next(steps), next(steps)] == [None, None]
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value is DONE
 
 
 def test_waits_are_counted_until_an_exception_ends_them():

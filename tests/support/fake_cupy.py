@@ -31,8 +31,12 @@ class ndarray(np.ndarray):  # noqa: N801  # CuPy's name
     def data(self) -> Any:
         return SimpleNamespace(ptr=self.__array_interface__["data"][0])
 
-    def get(self) -> Any:
-        return np.array(self)
+    def get(self, stream: Any = None, out: Any = None) -> Any:
+        """Copy to the host: now, or into `out` when the stream comes to it."""
+        if out is None:
+            return np.array(self)
+        stream.enqueue(lambda: out.__setitem__(..., np.array(self)))
+        return out
 
     def set(self, values: Any, stream: Any) -> None:
         """Copy when the stream comes to it, from memory that had better not have changed."""
