@@ -68,7 +68,7 @@ def note_run(path: Path) -> None:
     """Note the folder that a training run has of its own."""
     folder = job_folder()
     if folder is not None:
-        (folder / _RUN).write_text(str(path))
+        _write_whole(folder / _RUN, str(path))
 
 
 def read_run(folder: Path | None) -> str | None:
@@ -86,9 +86,9 @@ def has_begun(folder: Path) -> bool:
     return (folder / _BEGUN).exists()
 
 
-def nobody_left(folder: Path) -> bool:
-    """Return whether a job began and no rank came to its end."""
-    return has_begun(folder) and not (folder / _LEFT).exists()
+def somebody_left(folder: Path) -> bool:
+    """Return whether a rank of a world came to its end."""
+    return (folder / _LEFT).exists()
 
 
 def forget(folder: Path) -> None:
@@ -108,7 +108,14 @@ def note_end(status: int = 0) -> None:
     """
     folder = job_folder()
     if folder is not None and (status or not (folder / _ENDED).exists()):
-        (folder / _ENDED).write_text(str(status))
+        _write_whole(folder / _ENDED, str(status))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that others may have written, or begin to read, at any moment of it."""
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def read_end(folder: Path) -> int | None:

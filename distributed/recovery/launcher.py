@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from distributed.comm.outcome import FOLDER, RUN, die_with_parent, forget, has_begun, nobody_left, read_end, read_run
+from distributed.comm.outcome import FOLDER, RUN, die_with_parent, forget, has_begun, read_end, read_run, somebody_left
 from distributed.recovery.bereaved import Bereaved
 from distributed.recovery.rescue import LOST_AT, begin_steps, read_steps
 from distributed.recovery.stderr_filter import pass_on
@@ -32,6 +32,7 @@ _MEMORY = Path("/dev/shm")
 _ASKED = {code for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-s, 128 + s)}
 _LAST_WORDS_SECONDS = 0.3  # for the other ranks to leave what they have
 _BEREAVED_SECONDS = 5.0  # for an mpirun to end whose ranks died, or one of them before there was a world
+_FAREWELL_SECONDS = 60.0  # for one to end whose ranks came to their end: on a busy machine it is late
 _SILENCE_SECONDS = 5.0  # for the pipes of a job that was killed to close
 
 
@@ -109,11 +110,11 @@ class Launcher:
         assert job.stderr is not None
         stderr = threading.Thread(target=pass_on, args=(job.stderr.fileno(), sys.stderr.buffer, lose), daemon=True)
         stderr.start()
-        bereaved = Bereaved(job.pid)
+        bereaved, folder = Bereaved(job.pid), Path(variables[FOLDER])
         while job.poll() is None:
-            if bereaved.seconds() > _BEREAVED_SECONDS:
+            if bereaved.seconds() > (_FAREWELL_SECONDS if somebody_left(folder) else _BEREAVED_SECONDS):
                 lose("mpirun outlived its ranks and did not end")
-            elif not has_begun(Path(variables[FOLDER])) and bereaved.seconds_without_a_rank() > _BEREAVED_SECONDS:
+            elif not has_begun(folder) and bereaved.seconds_without_a_rank() > _BEREAVED_SECONDS:
                 lose("a rank died before all had met")
             if lost.wait(0.02):
                 time.sleep(_LAST_WORDS_SECONDS)
@@ -127,7 +128,8 @@ class Launcher:
     def _is_lost(self, code: int, folder: Path) -> bool:
         if self._is_asked_to_end or code in _ASKED:
             return False
-        return self._why is not None or code < 0 or code > 128 or (code == 0 and nobody_left(folder))
+        nobody_left = has_begun(folder) and not somebody_left(folder)
+        return self._why is not None or code < 0 or code > 128 or (code == 0 and nobody_left)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._is_asked_to_end = True

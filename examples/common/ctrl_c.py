@@ -13,13 +13,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(command: Sequence[str]) -> int:
     """Run a command to its end; return its exit code, as a shell would say it."""
     say("Ctrl-C saves and ends this run")
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as job:
+    let = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until there is somebody to hand them to
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=let) as job:
 
         def save_and_end(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, end)
@@ -32,6 +37,7 @@ def run(command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGHUP, save_and_end)  # the terminal was closed
         signal.signal(signal.SIGINT, save_and_end)
+        let()
         code = job.wait()
     return code if code >= 0 else 128 - code
 

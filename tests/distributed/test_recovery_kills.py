@@ -21,7 +21,8 @@ from jobs import environ, start, survives_deaths
 from toy_recovery import builder, digest, train
 
 from distributed import LocalWorld
-from distributed.comm.outcome import is_running
+from distributed.comm.mpi import lifetime
+from distributed.comm.outcome import FOLDER, NEWCOMERS, is_running
 
 NUM_STEPS = 120
 LAST_KILL = 80  # no kill after this step: it might come when all is over
@@ -62,6 +63,29 @@ with lifetime.dead_if_stuck():
 def test_a_process_that_is_stuck_is_killed_even_with_pythons_lock_held():
     result = subprocess.run([sys.executable, "-c", STUCK], env=environ(), capture_output=True, text=True, timeout=40)
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGALRM, "left in time\n", "")
+
+
+def test_only_a_newcomer_that_dies_meanwhile_loses_the_job(tmp_path, monkeypatch):
+    # One that was killed as it joined a world left its number there, and the next recovery took it for its own.
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    reasons = []
+    monkeypatch.setattr(lifetime, "lose", reasons.append)
+    first, second = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    (tmp_path / NEWCOMERS).mkdir()
+    for newcomer in (first, second):
+        (tmp_path / NEWCOMERS / str(newcomer.pid)).touch()
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet buried
+    with lifetime.lost_if("it did not start", seconds=600, dies=[os.getpid()]):
+        time.sleep(0.3)
+        assert reasons == []
+        second.kill()
+        end = time.monotonic() + LIMIT_SECONDS
+        while not reasons and time.monotonic() < end:
+            time.sleep(0.01)
+    assert set(reasons) == {f"it did not start: process {second.pid} died meanwhile"}
+    first.wait()
+    second.wait()
 
 
 def shoot(folder, kills, seed, *, pp=1, schedule="1f1b", buddy_every=0, ranks=4):

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from jobs import environ
 
-from distributed.comm.outcome import FOLDER, LOST, is_running, note_end
+from distributed.comm.outcome import FOLDER, LOST, is_running, note_end, read_end
 from distributed.recovery import launcher
 from distributed.recovery.__main__ import mpi_without_healing
 from distributed.recovery.launcher import GIVEN_UP, MOST_TRIES, Launcher
@@ -150,6 +151,20 @@ if number == 0:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists a process's children")
+def test_an_mpirun_that_is_late_after_its_ranks_came_to_their_end_is_waited_for(tmp_path, monkeypatch):
+    # On a busy machine a job that had ended well was killed and done again.
+    monkeypatch.setattr(launcher, "_BEREAVED_SECONDS", 0.1)
+    script = """
+import subprocess
+(folder / "begun").touch()
+(folder / "left").touch()
+subprocess.Popen(["sleep", "0.5"]).wait()
+time.sleep(2)
+"""
+    assert launch(tmp_path, script) == (0, 1, [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists a process's children")
 @pytest.mark.parametrize(
     ("begun", "program", "starts"), [(False, "mpi4py", 2), (True, "mpi4py", 1), (False, "what reaches a host", 1)]
 )
@@ -253,6 +268,21 @@ def test_an_error_of_all_ranks_is_noted_over_their_end(tmp_path, monkeypatch):
     note_end(2)
     note_end()
     assert (tmp_path / "ended").read_text() == "2"
+
+
+def test_who_is_killed_as_it_notes_the_end_takes_no_other_ones_note_along(tmp_path, monkeypatch):
+    # It had emptied the file, which then meant that all was well.
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    note_end(2)
+
+    def killed(file, text):
+        file.open("w").close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        note_end(2)
+    assert read_end(tmp_path) == 2
 
 
 def passed_on(*chunks):

@@ -171,6 +171,24 @@ def test_one_ctrl_c_of_make_train_saves_and_ends_the_run(tmp_path: Path) -> None
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{done:08d}\n"
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 128 + signal.SIGUSR1), (signal.SIGTERM, 143)])
+def test_a_signal_that_comes_as_the_launcher_is_started_is_handed_to_it(number: int, code: int) -> None:
+    # It ended the process that hands it on, and the run went on alone.
+    source = f"""
+import signal, subprocess, sys
+from common import ctrl_c
+start = subprocess.Popen
+def start_and_be_told(*command, **how):
+    job = start(*command, **how)
+    signal.raise_signal({int(number)})
+    return job
+subprocess.Popen = start_and_be_told
+sys.exit(ctrl_c.run(["sleep", "20"]))
+"""
+    result = subprocess.run([sys.executable, "-c", source], cwd=ROOT / "examples", capture_output=True, timeout=60)
+    assert result.returncode == code, result.stderr
+
+
 @pytest.mark.soak
 def test_a_hundred_kills_in_changing_layouts_leave_no_trace(tmp_path: Path) -> None:
     steps = 600

@@ -50,11 +50,11 @@ def lost_if(what: str, *, seconds: float, dies: Iterable[int] = ()) -> Iterator[
 
     Args:
         what: would be the fault.
-        dies: processes of this host; newcomers that have noted themselves in the job's folder are watched too.
+        dies: processes of this host; newcomers that note themselves in the job's folder meanwhile are watched too.
     """
     done = threading.Event()
     watched = [*dies]
-    folder = job_folder()
+    before = {pid for pid in _newcomers() if not is_running(pid)}  # they died as they joined an earlier world
 
     def watch() -> None:
         end = time.monotonic() + seconds
@@ -63,8 +63,7 @@ def lost_if(what: str, *, seconds: float, dies: Iterable[int] = ()) -> Iterator[
                 lose(f"{what} within {seconds:g} s")
             if not watched:
                 continue
-            newcomers = [] if folder is None else [int(path.name) for path in (folder / NEWCOMERS).glob("*")]
-            gone = [pid for pid in watched + newcomers if not is_running(pid)]
+            gone = [pid for pid in [*watched, *(_newcomers() - before)] if not is_running(pid)]
             if gone and not done.is_set():
                 lose(f"{what}: process {gone[0]} died meanwhile")
 
@@ -75,6 +74,12 @@ def lost_if(what: str, *, seconds: float, dies: Iterable[int] = ()) -> Iterator[
     finally:
         done.set()
         thread.join()
+
+
+def _newcomers() -> set[int]:
+    """Return the processes of this host that have noted that they are being started."""
+    folder = job_folder()
+    return set() if folder is None else {int(path.name) for path in (folder / NEWCOMERS).glob("*")}
 
 
 @contextmanager
