@@ -46,8 +46,14 @@ def test_a_mismatch_names_the_first_two_that_differ(calls, found):
     assert message == (found and rule + found)
 
 
+def about_a_bucket(comm):
+    with comm.calls_about("bucket 1"):
+        return comm.allreduce(np.zeros(3))
+
+
 CALLS = {
     "allreduce of float64[3] by SUM": lambda comm: comm.allreduce(np.zeros(3)),
+    "allreduce of float64[3] by SUM for bucket 1": about_a_bucket,
     "allreduce of float64[5] by SUM": lambda comm: comm.allreduce(np.zeros(5)),
     "allreduce of float32[3] by SUM": lambda comm: comm.allreduce(np.zeros(3, np.float32)),
     "allreduce of float64[3] by MAX": lambda comm: comm.allreduce(np.zeros(3), op=ReduceOp.MAX),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from distributed import LocalWorld, ReduceOp
+from distributed.comm.failure import Heal
 from distributed.comm.local.job import Job
 
 SETTING = contextvars.ContextVar("SETTING", default="unset")
@@ -61,6 +62,31 @@ def test_a_failure_ends_ranks_that_poll_or_launch():
     with pytest.raises(ValueError, match="gone"):
         LocalWorld(3).run(program)
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("wait", [lambda comm: comm.vote(True), lambda comm: comm.heal(Heal.SHRINK)])
+def test_a_failure_ends_ranks_that_vote_or_heal(wait):
+    before = set(threading.enumerate())
+
+    def program(comm):
+        if comm.rank == 0:
+            time.sleep(0.02)
+            raise ValueError("gone")
+        wait(comm)
+
+    with pytest.raises(ValueError, match="gone"):
+        LocalWorld(3, survive=True).run(program)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_rank_that_computes_for_ever_keeps_no_process_alive():
+    assert LocalWorld(1).run(lambda comm: threading.current_thread().daemon) == [True]
+
+
+def test_a_send_waits_for_its_receive_only_where_it_is_asked_to():
+    assert LocalWorld(1).run(lambda comm: comm.isend(np.zeros(1), dest=0, tag=0).test()) == [True]
+    synchronous = LocalWorld(1, synchronous_sends=True)
+    assert synchronous.run(lambda comm: comm.isend(np.zeros(1), dest=0, tag=0).test()) == [False]
 
 
 def test_threads_of_ranks_are_over_when_the_run_is(monkeypatch):
