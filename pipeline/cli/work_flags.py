@@ -63,7 +63,7 @@ def add_work(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
         parser.add_argument(f"--{option}", type=read, default=default, metavar="X", help=text)
     add_skips(parser)
     add_skip_bytes(parser)
-    what = f"of a {SEARCH}, at most (default 10)"
+    what = f"a {SEARCH} begins no try after (default 10)"
     parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help=what)
     parser.add_argument("--seed", type=int, default=0, help=f"of the random rules of a {SEARCH} (default 0)")
 
