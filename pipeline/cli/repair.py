@@ -41,8 +41,12 @@ def run(arguments: argparse.Namespace) -> None:
     num_stages = 1 + max((single.stage for order in orders for action in order for single in action.singles), default=0)
     try:
         mended, moved = repair(orders, num_stages=num_stages)
-    except ValueError:
-        from_text(text, name)  # where actions are missing, twice or elsewhere, its error says more
+    except ValueError as rule:
+        try:
+            from_text(text, name)  # where actions are missing, twice or elsewhere, its error says more
+        except ScheduleError as fault:
+            gave_up = f"\n{rule}" if isinstance(rule, ScheduleError) else ""
+            raise ScheduleError(f"{fault}{gave_up}", fault.cells) from rule
         raise
     schedule = from_text(dump(mended), name)  # which validates it
     check_deadlock_free(

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_skip_bytes(parser)
     what = "what is to be short: everything, or the longest span of a rank (default makespan)"
     parser.add_argument("--measure", choices=list(MEASURES), default="makespan", help=what)
-    parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help="begin no try after (default 10)")
+    what = "begin no try after (default 10)"
+    parser.add_argument("--seconds", type=flags.duration, default=10.0, metavar="S", help=what)
     parser.add_argument("--seed", type=int, default=0, help="of the random rules (default 0)")
     what = "then ask a solver for the shortest order that there is, for S seconds at most (60); needs highspy"
     parser.add_argument("--exact", type=flags.duration, nargs="?", const=60.0, metavar="S", help=what)

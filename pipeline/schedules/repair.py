@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from pipeline.schedules.action import Action, ScheduleError
 
-MOST_TRIES = 100_000
+MOST_LOOKS = 2_000_000
+"""How many actions are looked at, in all ways that are tried: some seconds."""
 
 Cell = tuple[int, int]
 """Rank, and index in its order."""
@@ -36,17 +37,18 @@ def repair(orders: Sequence[Sequence[Action]], *, num_stages: int, most_moves: i
         orders: of every rank; each action once, on the rank that owns its stage.
         most_moves: that are tried.
     Raises:
-        ScheduleError: no so few moves mend them, or there are more than MOST_TRIES ways to try.
+        ScheduleError: no so few moves mend them, or there are too many ways to try.
     """
     seen: set[frozenset[Cell]] = set()
+    num_actions = sum(map(len, orders))
 
     def mend(taken: frozenset[Cell], moves_left: int) -> tuple[frozenset[Cell], list[list[Action]]] | None:
         if taken in seen:
             return None
         seen.add(taken)
         tries.append(taken)
-        if len(tries) > MOST_TRIES:
-            raise ScheduleError(f"no few moves mend the orders: {MOST_TRIES:,} ways were tried")
+        if len(tries) * num_actions > MOST_LOOKS:
+            raise ScheduleError(f"no few moves mend the orders: {len(tries):,} ways were tried")
         mended, choices = _run(orders, taken, num_stages)
         if not choices and all(len(a) == len(b) for a, b in zip(mended, orders, strict=True)):
             return taken, mended

@@ -6,7 +6,7 @@ from itertools import combinations, product
 import pytest
 from drawn_orders import read
 
-from pipeline import SCHEDULES, ScheduleError, validate
+from pipeline import SCHEDULES, ScheduleError, dump, validate
 from pipeline.cli.main import main
 from pipeline.schedules.drawing.moves import BAR, MOVED, moves_picture
 from pipeline.schedules.drawing.svg import LABEL_WIDTH, MARGIN
@@ -165,3 +165,15 @@ def test_what_is_not_a_matter_of_order_is_named(text, message, tmp_path, capsys)
 def test_a_file_that_is_not_there_is_one_line(capsys):
     assert main(["repair", "/nowhere/mine.csv"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_that_no_few_moves_mend_a_file_is_said_and_soon(tmp_path, capsys, monkeypatch):
+    """Only the fault was said, and that after an hour where the file was large."""
+    path = tmp_path / "mine.csv"
+    orders = SCHEDULES["1f1b"].orders(4, 32)
+    path.write_text(dump([order[::-1] for order in orders]))
+    monkeypatch.setattr("pipeline.schedules.repair.MOST_LOOKS", 100 * sum(map(len, orders)))
+    assert main(["repair", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m pipeline: mine.csv: F comes before B before W of a micro-batch")
+    assert error.endswith("no few moves mend the orders: 101 ways were tried\n")
