@@ -72,11 +72,15 @@ def test_who_dies_meanwhile_loses_the_job(lost, dead):
 
 def test_newcomers_are_watched_where_anybody_is(lost, dead, job):
     (job / NEWCOMERS).mkdir()
-    (job / NEWCOMERS / str(dead)).touch()
     with lost_if("nobody came", seconds=30):
+        (job / NEWCOMERS / str(dead)).touch()
+        time.sleep(0.02)
+    with lost_if("nobody came", seconds=30, dies=[os.getpid()]):  # that one died before it
         time.sleep(0.02)
     assert lost == []
+    (job / NEWCOMERS / str(dead)).unlink()
     with lost_if("nobody came", seconds=30, dies=[os.getpid()]):
+        (job / NEWCOMERS / str(dead)).touch()
         wait_for(lost)
     assert set(lost) == {f"nobody came: process {dead} died meanwhile"}
 
