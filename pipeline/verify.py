@@ -184,7 +184,7 @@ class _SpreadRun:
         pipe.check_deadlock_free(ddp)
         largest = 0.0
         for number, ((x, y), step) in enumerate(zip(case.batches, expected, strict=True)):
-            rows = np.split(np.arange(len(x)), np.cumsum(microbatch.sizes(len(x), mesh.dp.size))[:-1])[mesh.dp.rank]
+            rows = _cut(np.arange(len(x)), mesh.dp.size)[mesh.dp.rank]
             self.parts.clear()
             self.final.clear()
             optimizer.zero_grad()
@@ -247,12 +247,17 @@ class _SpreadRun:
         text = f"the gradient of {name!r} differs by {difference:.1e}, on stage {stage}"
         if name in self._tied:
             return f"{text}, where it is one of several copies"
-        ends = np.cumsum(microbatch.sizes(len(rows), self.num_microbatches))
-        for i, own_rows in enumerate(np.split(rows, ends[:-1])):
+        for i, own_rows in enumerate(_cut(rows, self.num_microbatches)):
             expected = self._part_alone(step, number, x, y, own_rows, len(own_rows) / len(rows))[name]
             own = self.parts.get((name, i), np.zeros_like(expected))
             if not _difference(own, expected) <= 1e3 * self.case.rtol:  # a part comes out of a sum, and is less exact
                 return f"{text}; the part of micro-batch {i} is the first wrong one"
+        cut = [part for own in _cut(np.arange(len(x)), self.mesh.dp.size) for part in _cut(own, self.num_microbatches)]
+        alone = [self._part_alone(step, number, x, y, part, len(part) / len(x))[name] for part in cut]
+        if not _difference(np.sum(alone, axis=0), step.grads[name]) <= 1e3 * self.case.rtol:
+            return (
+                f"{text}, and in one process too micro-batches do not add up to it: the loss must be a mean of samples"
+            )
         return f"{text}; the parts of all micro-batches are right, so their reduction over ranks is not"
 
     def _part_alone(
@@ -309,6 +314,12 @@ class _SpreadRun:
         first = first_failure(self.mesh.comm, found and f"{place}: {found}")
         if first is not None:
             raise MismatchError(first)
+
+
+def _cut(rows: Array, num_parts: int) -> list[Array]:
+    """Return the samples of each part: of a replica, or of a micro-batch."""
+    parts: list[Array] = np.split(rows, np.cumsum(microbatch.sizes(len(rows), num_parts))[:-1])
+    return parts
 
 
 def _grads(params: Sequence[Parameter], *, keep_fresh: bool = False) -> dict[str, Array]:

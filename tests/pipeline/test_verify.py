@@ -92,6 +92,13 @@ def test_a_wrong_reduction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(monkeypatch, GradientBucketManager, "start", broken, message)
 
 
+def test_a_loss_that_is_no_mean_is_named() -> None:
+    """It was the fault of a reduction over ranks, where none is."""
+    case = Case(mlp.layers([5, 7, 3]), MLP_CASE.batches, lambda output, y: mg.cross_entropy(output, y, reduction="sum"))
+    with pytest.raises(MismatchError, match="in one process too micro-batches do not add up to it: the loss must be"):
+        verify(case, pp=2, num_microbatches=2)
+
+
 def test_a_tied_parameter_that_is_not_summed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"^\[rank 0\] .*step 0: the gradient of 'embed.token.weight' .*, where it is one of several copies$"
     expect(monkeypatch, LocalStages, "sum_tied", lambda sum_tied: lambda self, before: None, message)
