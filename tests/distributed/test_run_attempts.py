@@ -209,7 +209,7 @@ def test_a_bar_ends_its_line_before_an_error_is_told(capfd: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match=r"^2\b"):
         train(replace(SETTINGS, quiet=False, progress="bar"), bad_loss=3, size=1)
     told = capfd.readouterr().err
-    assert "\n" in told[: told.index("the loss of step 3 is nan")]
+    assert "\n" in told[: told.index("the loss of step 4 is nan")]
 
 
 @pytest.mark.parametrize("num_spares", [0, 1])
