@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from minigrad import rng
-from minigrad.autodiff.mode import Capture, capturing
 from pipeline import SCHEDULES, Schedule, ScheduleError
 from pipeline.runtime.boundary import ArraySpec
 from pipeline.runtime.handshake import Handshake, agree_on_orders
@@ -30,18 +29,6 @@ def on_ends(comm, x=X, y=Y):
 
 def shapes(arrays):
     return None if arrays is None else [array.shape for array in arrays]
-
-
-def test_a_step_that_is_captured_for_one_rank_alone_is_refused(ranks):
-    def program(comm):
-        rule = "ranks tell each other the shapes of a batch: a step of several is captured with"
-        refused = pytest.raises(RuntimeError, match=rule) if comm.size > 1 else contextlib.nullcontext()
-        with capturing(Capture.ALONE), refused:
-            open_on(comm, *on_ends(comm))
-        with capturing(Capture.TOGETHER):
-            open_on(comm, *on_ends(comm))
-
-    ranks.run(program)
 
 
 def test_the_shapes_of_x_are_known_on_every_rank(ranks):
