@@ -143,8 +143,8 @@ def test_compare_and_search_take_them_as_simulate_does(capsys):
     assert main(["compare", "gpipe", "1f1b", "zbv", *sizes, *skips, "--bandwidth", "1"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[2:]}
     assert rows["gpipe"].endswith("16 11")  # rank 0: four micro-batches and four messages, all before one has arrived
-    assert main(["compare", "1f1b", *sizes, "--skips", "0-2"]) == 0
-    assert "a skip connection goes from a stage to a later one, of 2 stages, got 0-2" in capsys.readouterr().out
+    assert main(["compare", "1f1b", *sizes, "--skips", "0-2"]) == 2
+    assert "a skip connection goes from a stage to a later one, of 2 stages, got 0-2" in capsys.readouterr().err
     search = ["search", *sizes, "--placement", "one", "--seconds", "2", *skips]
     assert main([*search, "--memory", "8"]) == 0
     [peaks] = re.findall(r"^memory a rank +(.*)$", capsys.readouterr().out, re.MULTILINE)
