@@ -13,9 +13,22 @@ from typing import IO
 from distributed.comm.outcome import LOST
 
 # What Open MPI says about the dead: whole lines, and words that it ends with no newline, so that anything may follow.
-_NOISE = re.compile(rb"NBC_Progress: .*|\[warn\] Epoll .*|-{60,}|prterun noticed .*|signal \d+ \([\w ]+\)\.|\s*")
+# Some begin with where they come from, as [host:process]; the words after it hold no other brackets.
+_PLACE = rb"\[[\w.,:/\[\]-]*\] "
+_GONE = rb"(?:pmix_ptl_base|oob:tcp|prte_oob_tcp|mca_btl_tcp)\S* .*(?:Broken pipe|Connection reset by peer).*"
+_NOISE = re.compile(
+    rb"NBC_Progress: .*|Error in (?:NBC_Start_round|MPI_Isend|MPI_Irecv)\(.*\) \(-?\d+\)|\[warn\] Epoll .*|-{60,}"
+    rb"|prterun noticed .*|signal \d+ \([\w ]+\)\.|(?:" + _PLACE + rb")+" + _GONE + rb"|\s*"
+)
+_MAY_BE_A_PLACE = re.compile(rb"(?:" + _PLACE + rb")*(?:\[[\w.,:/\[\]-]* ?)?")
 _BEGINNINGS = (
     b"NBC_Progress: ",
+    b"Error in NBC_Start_round(",
+    b"Error in MPI_I",
+    b"pmix_ptl_base",
+    b"oob:tcp",
+    b"prte_oob_tcp",
+    b"mca_btl_tcp",
     b"[warn] Epoll ",
     b"-" * 60,
     b"prterun noticed ",
@@ -58,7 +71,10 @@ def pass_on(source: int, sink: IO[bytes], lose: Callable[[str], None]) -> None:
 
 
 def _may_be_noise(begun: bytes) -> bool:
-    return any(begun.startswith(word) or word.startswith(begun) for word in _BEGINNINGS)
+    place = _MAY_BE_A_PLACE.match(begun)
+    assert place is not None  # it matches no bytes too
+    said = begun[place.end() :]
+    return any(text.startswith(word) or word.startswith(text) for text in (begun, said) for word in _BEGINNINGS)
 
 
 def without_noise(line: bytes) -> bytes:

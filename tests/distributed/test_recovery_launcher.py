@@ -318,6 +318,14 @@ def test_a_progress_bar_comes_through_before_its_line_ends():
 def test_what_may_become_noise_waits_for_its_end():
     after, _ = passed_on(b"prterun not", b"iced that\nprter", b"iffic\n")
     assert after == [b"", b"", b"prteriffic\n"]
+    after, _ = passed_on(b"[vm:2] [[3,", b"0],0] oob:", b"tcp: send_msg: write failed: Broken pipe\nbar |", b"\n")
+    assert after == [b"", b"", b"bar |", b"bar |\n"]
+
+
+@pytest.mark.parametrize("bar", [b"[##  ] 10%", b"[rank 1] 10%", b"[00:01<00:02]", b"[12:30:01] loss", b"[1/9] x"])
+def test_a_bar_that_begins_with_a_bracket_comes_through(bar):
+    after, _ = passed_on(bar, b"\n")
+    assert after == [bar, bar + b"\n"]
 
 
 def test_a_loss_is_told_and_not_shown():
