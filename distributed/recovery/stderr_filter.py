@@ -13,22 +13,20 @@ from typing import IO
 from distributed.comm.outcome import LOST
 
 # What Open MPI says about the dead: whole lines, and words that it ends with no newline, so that anything may follow.
-# Some begin with where they come from, as [host:process]; the words after it hold no other brackets.
+# Those of its parts that have sockets say first where they are, as [host:process], and why they close one.
+_SOCKETS = (b"pmix_ptl_base", b"oob:tcp", b"prte_oob_tcp", b"mca_btl_tcp")
 _PLACE = rb"\[[\w.,:/\[\]-]*\] "
-_GONE = rb"(?:pmix_ptl_base|oob:tcp|prte_oob_tcp|mca_btl_tcp)\S* .*(?:Broken pipe|Connection reset by peer).*"
+_GONE = rb"(?:%b)\S* .*(?:Broken pipe|Connection reset by peer).*" % b"|".join(_SOCKETS)
 _NOISE = re.compile(
     rb"NBC_Progress: .*|Error in (?:NBC_Start_round|MPI_Isend|MPI_Irecv)\(.*\) \(-?\d+\)|\[warn\] Epoll .*|-{60,}"
-    rb"|prterun noticed .*|signal \d+ \([\w ]+\)\.|(?:" + _PLACE + rb")+" + _GONE + rb"|\s*"
+    rb"|prterun noticed .*|signal \d+ \([\w ]+\)\.|(?:%b)+%b|\s*" % (_PLACE, _GONE)
 )
-_MAY_BE_A_PLACE = re.compile(rb"(?:" + _PLACE + rb")*(?:\[[\w.,:/\[\]-]* ?)?")
+_MAY_BE_A_PLACE = re.compile(rb"(?:%b)*(?:\[[\w.,:/\[\]-]* ?)?" % _PLACE)
 _BEGINNINGS = (
+    *_SOCKETS,
     b"NBC_Progress: ",
     b"Error in NBC_Start_round(",
     b"Error in MPI_I",
-    b"pmix_ptl_base",
-    b"oob:tcp",
-    b"prte_oob_tcp",
-    b"mca_btl_tcp",
     b"[warn] Epoll ",
     b"-" * 60,
     b"prterun noticed ",
