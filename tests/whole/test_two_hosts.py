@@ -154,6 +154,15 @@ def test_a_cut_cable_ends_the_ranks_on_both_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_hosts")
+def test_each_host_has_a_folder_for_temporary_files() -> None:
+    # In a common one what a killed daemon of Open MPI had left stopped another with its process number.
+    where = "printenv TMPDIR; $PRTE_MCA_plm_ssh_agent 10.77.0.2 printenv TMPDIR"
+    result = subprocess.run([TWO_HOSTS, "sh", "-c", where], capture_output=True, text=True, check=True)
+    assert [Path(folder).name for folder in result.stdout.split()] == ["host1", "host2"]
+    assert not any(Path(folder).exists() for folder in result.stdout.split())  # in the end
+
+
+@pytest.mark.usefixtures("two_hosts")
 def test_two_hosts_leaves_nothing_behind() -> None:
     def namespaces() -> str:
         return subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
