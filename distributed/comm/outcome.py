@@ -112,7 +112,7 @@ def note_end(status: int = 0) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file that others may have written, or begin to read, at any moment of it."""
+    """Write a file that others write too, or begin to read, at any moment: `atomic_write` is for one writer."""
     unfinished = path.with_name(f".{path.name}-{os.getpid()}")
     unfinished.write_text(text)
     unfinished.replace(path)

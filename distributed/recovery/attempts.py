@@ -117,7 +117,7 @@ def recovering(
     """Yield attempts at the steps of a run until all are done, whoever dies. Collective.
 
     Args:
-        comm: all ranks, of a world that survives failures; any other raises what it always does, which `say` is told.
+        comm: all ranks, of a world that survives failures; any other raises what it always does.
         build: makes model, optimizer, data and whatever a step needs, for the ranks of a communicator; called again
             after each failure. What it builds must depend on nothing else.
         num_steps: of the whole run.
@@ -130,8 +130,8 @@ def recovering(
         usable: how many of so many ranks a layout has a place for; those left over wait as spares. All, by default.
         rehearse: called once on each spare, before it waits, say to take a step of a small model by itself: what steps
             load when they are first taken is there then when the others need this one.
-        say: called on one rank as soon as a death is seen, with a line that says who died and what follows; at the
-            beginning, if nobody would be healed.
+        say: called on one rank as soon as a death is seen, with a line that says who died and what follows; and
+            at the beginning where the world survives none.
     Raises:
         ValueError: buddy_every or num_spares is negative, or no rank is left that trains.
     """
