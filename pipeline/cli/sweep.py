@@ -10,22 +10,22 @@ from pathlib import Path
 from pipeline.cli import files, flags
 from pipeline.cli.work_flags import add_work, candidates_of, values_of
 from pipeline.schedules.compare import Work, sweep, to_csv
-from pipeline.schedules.drawing.heat_map import heat_map
+from pipeline.schedules.drawing.heat_map import Quantity, heat_map
 from pipeline.schedules.drawing.svg import svg
 
 HELP = "measure schedules at many sizes, links and memories, as CSV and as a heat map"
 VALUES = {
-    "bubble": "makespan bubble, as a ratio to the work",
-    "span-bubble": "span bubble, as a share of the span",
-    "peak-memory": "most memory that a rank holds",
-    "with-reductions": "time of a step with its reductions",
+    "bubble": Quantity("makespan bubble, as a ratio to the work"),
+    "span-bubble": Quantity("span bubble, as a share of the span"),
+    "peak-memory": Quantity("most memory that a rank holds", in_bytes=True),
+    "with-reductions": Quantity("time of a step with its reductions"),
 }
 AXES = {
-    "num_ranks": "ranks",
-    "num_microbatches": "micro-batches",
-    "latency": "latency",
-    "bandwidth": "bandwidth",
-    "memory": "memory",
+    "num_ranks": Quantity("ranks"),
+    "num_microbatches": Quantity("micro-batches"),
+    "latency": Quantity("latency"),
+    "bandwidth": Quantity("bandwidth", in_bytes=True),
+    "memory": Quantity("memory", in_bytes=True),
 }
 """What a sweep goes over."""
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         if len(candidates) != 1:
             raise ValueError(f"--svg draws one schedule, got {len(candidates)}")
         if len(axes) > 2:
-            got = ", ".join(AXES[axis] for axis in axes)
+            got = ", ".join(AXES[axis].name for axis in axes)
             raise ValueError(f"--svg draws over at most two things, got several of {got}")
     for p in arguments.ranks:
         flags.check_size(2 * p * max(arguments.microbatches))
@@ -71,9 +71,9 @@ def run(arguments: argparse.Namespace) -> None:
         down, across = (axes + [name for name in several if name not in axes])[:2]
         name = arguments.value.replace("-", "_")
         cells = {(getattr(result, down), getattr(result, across)): getattr(result, name) for result in results}
-        title = f"{next(iter(candidates))}: {VALUES[arguments.value]}"
-        in_bytes = ["values" if name == "peak_memory" else "", AXES["bandwidth"], AXES["memory"]]
-        drawing = svg(heat_map(cells, title, down=AXES[down], across=AXES[across], in_bytes=in_bytes))
+        value = VALUES[arguments.value]
+        title = f"{next(iter(candidates))}: {value.name}"
+        drawing = svg(heat_map(cells, value, title, down=AXES[down], across=AXES[across]))
         files.write_file("--svg", arguments.svg, lambda path: path.write_text(drawing, encoding="utf-8"))
     if arguments.json:
         print(flags.as_json(list(map(asdict, results))))

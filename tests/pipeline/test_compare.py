@@ -11,7 +11,7 @@ import pytest
 from pipeline import SCHEDULES, dump, svg
 from pipeline.cli.main import main
 from pipeline.schedules.compare import Work, measure, searched, sweep, to_csv
-from pipeline.schedules.drawing.heat_map import heat_map
+from pipeline.schedules.drawing.heat_map import Quantity, heat_map
 
 GIB = 1 << 30
 
@@ -80,7 +80,13 @@ def test_a_search_is_one_of_the_schedules_and_keeps_the_memory_of_each_work():
 
 
 def test_a_heat_map_is_darker_where_the_number_is_larger():
-    picture = heat_map({(2, 4): 0.0, (2, 8): 1.0, (3, 4): 0.5}, "title", down="ranks", across="micro-batches")
+    picture = heat_map(
+        {(2, 4): 0.0, (2, 8): 1.0, (3, 4): 0.5},
+        Quantity("bubble"),
+        "title",
+        down=Quantity("ranks"),
+        across=Quantity("micro-batches"),
+    )
     fills = [box.fill for box in picture.boxes]
     assert fills == ["#eff6fc", "#2166ac", "#88aed4", "#e9edf1"]
     assert [words.text for words in picture.words] == [

@@ -5,7 +5,7 @@ import pytest
 from drawn_orders import read
 
 from pipeline import SCHEDULES, Picture, picture, simulate, svg, write_png
-from pipeline.schedules.drawing.heat_map import heat_map
+from pipeline.schedules.drawing.heat_map import Quantity, heat_map
 from pipeline.schedules.drawing.moves import moves_picture
 from pipeline.schedules.drawing.svg import IDLE, Box, Words, stacked
 
@@ -91,7 +91,13 @@ def test_everything_is_on_the_page(name):
     "drawn",
     [
         picture(simulate(read("0F0 0BW0"), num_stages=1), 5 * "a folder of a long name/" + "mine.csv"),
-        heat_map({(0.0, 3.0): 4.0}, "zbv: most memory that a rank holds", down="latency", across="memory"),
+        heat_map(
+            {(0.0, 3.0): 4.0},
+            Quantity("bytes"),
+            "zbv: most memory that a rank holds",
+            down=Quantity("latency"),
+            across=Quantity("memory"),
+        ),
         moves_picture(read("0F0 0BW0"), read("0F0 0BW0"), [], "mine.csv: mended with 1 moved action"),
     ],
     ids=["timeline", "heat map", "moves"],
