@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline.cli import flags
-from pipeline.cli.schedule_flags import add_schedule, checked
+from pipeline.cli.schedule_flags import add_schedule, checked, sized
 from pipeline.schedules.csv_file import dump
 from pipeline.schedules.torch_csv import dump_torch
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a schedule as a .csv file."""
-    orders = flags.load_torch(arguments.schedule) if arguments.source else checked(arguments).orders
+    orders = flags.load_torch(arguments.schedule) if arguments.source else checked(sized(arguments)).orders
     text = dump_torch(orders) if arguments.target else dump(orders)
     if arguments.json:
         print(flags.as_json({"ranks": [line.split(",") for line in text.splitlines()]}))

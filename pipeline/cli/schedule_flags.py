@@ -116,8 +116,16 @@ class Checked(NamedTuple):
         }
 
 
-def checked(arguments: argparse.Namespace) -> Checked:
-    """Return the schedule that was asked for.
+class Sized(NamedTuple):
+    """A schedule and its sizes, of which nothing is made yet."""
+
+    schedule: Schedule
+    num_ranks: int
+    num_microbatches: int
+
+
+def sized(arguments: argparse.Namespace) -> Sized:
+    """Return the schedule that was asked for, with its sizes.
 
     Where no sizes are given, they are those that the schedule is written for, or else the usual ones.
     """
@@ -131,14 +139,19 @@ def checked(arguments: argparse.Namespace) -> Checked:
                 f"{schedule.name}, got {arguments.stages}"
             )
         num_ranks = schedule.num_ranks(arguments.stages)
-    num_stages = schedule.num_stages(num_ranks)
+    return Sized(schedule, num_ranks, num_microbatches)
+
+
+def checked(asked: Sized) -> Checked:
+    """Return a schedule with its orders."""
+    schedule, num_ranks, num_microbatches = asked
     orders = flags.orders_of(schedule, num_ranks, num_microbatches)
-    return Checked(schedule, orders, num_stages, num_microbatches)
+    return Checked(schedule, orders, schedule.num_stages(num_ranks), num_microbatches)
 
 
 def timeline_of(arguments: argparse.Namespace) -> tuple[Checked, Timeline]:
     """Simulate the schedule that was asked for; return it, and the result."""
-    asked = checked(arguments)
+    asked = checked(sized(arguments))
     orders, num_stages = asked.orders, asked.num_stages
     for option in TIMES:
         flags.check_length(f"--{option}", getattr(arguments, option.replace("-", "_")), num_stages, "stages")

@@ -69,11 +69,11 @@ class Schedule:
             )
         return num_stages // self.num_chunks
 
-    def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-        """Return the order of every rank.
+    def check_sizes(self, num_ranks: int, num_microbatches: int) -> None:
+        """Refuse counts that no order is written for.
 
         Raises:
-            ValueError: a count is below 1, or the schedule does not allow these sizes.
+            ValueError: a count is below 1, or not that of `sizes`.
         """
         for what, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
             if count < 1:
@@ -83,6 +83,14 @@ class Schedule:
                 f"{self.name} is written for {self.sizes[0]} ranks and {self.sizes[1]} micro-batches, "
                 f"got {num_ranks} and {num_microbatches}"
             )
+
+    def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+        """Return the order of every rank.
+
+        Raises:
+            ValueError: a count is below 1, or the schedule does not allow these sizes.
+        """
+        self.check_sizes(num_ranks, num_microbatches)
         return [self.order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline import SCHEDULES, ScheduleError, from_text
+from pipeline import SCHEDULES, Schedule, ScheduleError, from_text
 from pipeline.cli import files, flags
 from pipeline.cli import main as cli
 from pipeline.cli.flags import MOST_ACTIONS
@@ -101,6 +101,30 @@ def test_a_value_that_no_schedule_can_have(arguments, message, capsys):
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith("python -m pipeline")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "about"),
+    [
+        ("1f1b --ranks 1000 --microbatches 500", "2,998,000"),
+        ("zbv --ranks 100 --microbatches 1000 --skips 0-199,3-5", "1,196,000"),  # 0 and 199 share a rank
+        ("gpipe --dp 10000", "1,600,000"),
+        ("forward_only --ranks 1000 --microbatches 500", "1,499,000"),
+    ],
+)
+def test_check_refuses_what_is_too_large_before_it_is_made(sizes, about, monkeypatch, capsys):
+    """Once three million actions were made first, for twenty seconds."""
+    monkeypatch.setattr(Schedule, "orders", lambda *_: pytest.fail("it began"))
+    status, _, err = run(["check", *sizes.split()], capsys)
+    assert status == 2
+    assert f"must make at most {MOST_ACTIONS:,} actions, got about {about}\n" in err
+
+
+def test_check_at_other_sizes_than_a_file_has(tmp_path, capsys):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0BW0\n1F0,1BW0\n")
+    status, _, err = run(["check", str(path), "--ranks", "3"], capsys)
+    assert (status, err) == (2, "python -m pipeline: own.csv is written for 2 ranks and 1 micro-batches, got 3 and 1\n")
 
 
 def test_a_picture_of_very_different_times_stays_a_picture(tmp_path, capsys):
