@@ -18,7 +18,7 @@ from minigrad.backend import Array
 class ModulePath:
     """The path of the module that is being called.
 
-    It begins with the root's class, and attributes follow: `GPT.layers[1].attention.qkv`.
+    It begins with the root's class, and attributes follow: `GPT.layers[1].attention.heads.qkv`.
     """
 
     def __init__(self) -> None:

@@ -131,7 +131,7 @@ class Reader:
         layers: embedding, blocks and head, in order.
         context: of the model.
     Attributes:
-        caches: one for each block; their memory is 2 * blocks * context * width numbers.
+        caches: one for each layer but embedding and head; their memory is 2 * blocks * context * width numbers.
     """
 
     def __init__(self, layers: Iterable[Any], context: int) -> None:

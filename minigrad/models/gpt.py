@@ -5,6 +5,7 @@ Source: Radford et al. 2019 (GPT-2); initial values as in its code, residual pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,40 +78,67 @@ class GPTEmbedding(Module):
         return self.drop(self.token(ids) + self.position[start:end])
 
 
+class GPTAttention(Module):
+    """The first half of a block, (B, T, width) -> (B, T, width): x + attention(norm(x))."""
+
+    def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
+        self.norm = LayerNorm(param.at("norm1"), config.width)
+        self.heads = MultiHeadAttention(
+            param.at("attention"), config.width, config.num_heads, std=0.02, out_std=_out_std(config)
+        )
+        self.drop = Dropout(f"{param.prefix}drop1", config.dropout)
+
+    def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        return self.drop.join(x, partial(self.heads, self.norm(x), cache))
+
+
+class GPTFeedForward(Module):
+    """The second half of a block, (B, T, width) -> (B, T, width): x + mlp(norm(x)), each position by itself."""
+
+    def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
+        self.norm = LayerNorm(param.at("norm2"), config.width)
+        self.up = Linear(param.at("up"), config.width, 4 * config.width, std=0.02)
+        self.down = Linear(param.at("down"), 4 * config.width, config.width, std=_out_std(config))
+        self.drop = Dropout(f"{param.prefix}drop2", config.dropout)
+
+    def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Return what x becomes; the cache stays empty, whoever writes text gives one to every layer of a block."""
+        return self.drop.join(x, partial(self._mlp, self.norm(x)))
+
+    def _mlp(self, x: Tensor, *, beside: Tensor | None = None) -> Tensor:
+        arrays: list[Any] = [self.up.weight, self.up.bias, self.down.weight, self.down.bias]
+        return feed_forward(x, *arrays, *(() if beside is None else (beside,)))
+
+
 class GPTBlock(Module):
     """(B, T, width) -> (B, T, width): x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, param: ParamGetter, config: GPTConfig) -> None:
-        width, out_std = config.width, 0.02 / (2 * config.num_layers) ** 0.5
-        self.norm1 = LayerNorm(param.at("norm1"), width)
-        self.attention = MultiHeadAttention(param.at("attention"), width, config.num_heads, std=0.02, out_std=out_std)
-        self.drop1 = Dropout(f"{param.prefix}drop1", config.dropout)
-        self.norm2 = LayerNorm(param.at("norm2"), width)
-        self.up = Linear(param.at("up"), width, 4 * width, std=0.02)
-        self.down = Linear(param.at("down"), 4 * width, width, std=out_std)
-        self.drop2 = Dropout(f"{param.prefix}drop2", config.dropout)
+        self.attention = GPTAttention(param, config)
+        self.feed_forward = GPTFeedForward(param, config)
 
     def __call__(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         if cache is not None and cache.length and x.shape[1] == 1:
             y = self._step(x, cache)
             if y is not None:
                 return y
-        x = self.drop1.join(x, partial(self.attention, self.norm1(x), cache))
-        return self.drop2.join(x, partial(self._feed_forward, self.norm2(x)))
-
-    def _feed_forward(self, x: Tensor, *, beside: Tensor | None = None) -> Tensor:
-        arrays: list[Any] = [self.up.weight, self.up.bias, self.down.weight, self.down.bias]
-        return feed_forward(x, *arrays, *(() if beside is None else (beside,)))
+        return self.feed_forward(self.attention(x, cache))
 
     def _step(self, x: Tensor, cache: KeyValueCache) -> Tensor | None:
         """Return what one more position, (B, 1, width), becomes in one kernel; None where ops have to run."""
-        if any(drop.training and drop.rate for drop in (self.drop1, self.drop2)):
+        first, second = self.attention, self.feed_forward
+        if not (first.drop.is_idle and second.drop.is_idle):
             return None
-        maps = self.norm1, self.attention.qkv, self.attention.out, self.norm2, self.up, self.down
+        maps = first.norm, first.heads.qkv, first.heads.out, second.norm, second.up, second.down
         weights: list[Any] = [x for m in maps for x in ((m.gain if isinstance(m, LayerNorm) else m.weight), m.bias)]
-        y = block_at_once(x, weights, self.attention.num_heads, *cache.room(1))
+        y = block_at_once(x, weights, first.heads.num_heads, *cache.room(1))
         cache.length += y is not None
         return y
+
+
+def _out_std(config: GPTConfig) -> float:
+    """Return the deviation of the first weights that add to the residual stream, twice a block."""
+    return 0.02 / float((2 * config.num_layers) ** 0.5)
 
 
 class GPTHead(Module):
@@ -124,24 +152,29 @@ class GPTHead(Module):
         return unembed(self.norm(x), self.token)
 
 
-def layers(config: GPTConfig, *, recompute: bool = False) -> list[tuple[str, LayerFactory]]:
+def layers(config: GPTConfig, *, recompute: bool = False, half_blocks: bool = False) -> list[tuple[str, LayerFactory]]:
     """Return the model as (name, factory), "embed", "block0" ... "head".
 
     A factory takes the whole model's getter.
 
     Args:
         recompute: blocks keep nothing for their backward but their input, and run again there.
+        half_blocks: blocks are two layers each, "block0.attention" and "block0.feed_forward", so that a pipeline may be
+            cut between them. Parameters, and all numbers, are the same.
     """
+    kinds: dict[str, Callable[[ParamGetter, GPTConfig], Module]] = {"": GPTBlock}
+    if half_blocks:
+        kinds = {".attention": GPTAttention, ".feed_forward": GPTFeedForward}
 
-    def block(name: str) -> LayerFactory:
+    def layer(kind: Callable[[ParamGetter, GPTConfig], Module], block: str) -> LayerFactory:
         if recompute:
-            return lambda param: Recomputed(GPTBlock(param.at(name), config))
-        return lambda param: GPTBlock(param.at(name), config)
+            return lambda param: Recomputed(kind(param.at(block), config))
+        return lambda param: kind(param.at(block), config)
 
-    names = [f"block{i}" for i in range(config.num_layers)]
+    blocks = [f"block{i}" for i in range(config.num_layers)]
     return [
         ("embed", lambda param: GPTEmbedding(param.at("embed"), config)),
-        *((name, block(name)) for name in names),
+        *((block + half, layer(kind, block)) for block in blocks for half, kind in kinds.items()),
         ("head", lambda param: GPTHead(param, config)),
     ]
 

@@ -83,7 +83,7 @@ class Module:
     def named_modules(self, path: str = "") -> Iterator[tuple[str, Module]]:
         """Yield (path, module) for this module and all modules in it.
 
-        They look like `("GPT.layers[1].norm1", ...)`.
+        They look like `("GPT.layers[1].attention.norm", ...)`.
 
         Args:
             path: of this module; the name of its class by default.

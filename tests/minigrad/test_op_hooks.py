@@ -122,8 +122,9 @@ def test_anomaly_names_op_module_and_direction(forward: float, backward: float, 
 
 def test_anomaly_names_nested_modules() -> None:
     model = GPT(CONFIG)
-    model.layers[1].attention.qkv.weight.data[0, 0] = np.nan
-    with mg.detect_anomaly(), pytest.raises(FloatingPointError, match=r"linear in GPT.layers\[1\].attention.qkv made"):
+    model.layers[1].attention.heads.qkv.weight.data[0, 0] = np.nan
+    message = r"linear in GPT.layers\[1\].attention.heads.qkv made"
+    with mg.detect_anomaly(), pytest.raises(FloatingPointError, match=message):
         model(IDS[:, :-1])
 
 
