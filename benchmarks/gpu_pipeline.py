@@ -2,10 +2,11 @@
 
     mpirun -n 2 python -m mpi4py benchmarks/gpu_pipeline.py
 
-Beside each schedule the same micro-batches on one card, one after the other, and the ideal: how much faster the
-simulator has the schedule where messages take no time. Stages are cut, and simulated, by the time of a block and of
-the head, which one card tells from steps of 12 and of 6 blocks. With one rank only the one card is measured. Variants
-take turns, and all ranks start a turn together. Nobody clips.
+Layers are measured first, on one card: embedding, head and the halves of a block, of which stages are cut. Beside each
+schedule stand the same micro-batches on one card, one after the other, and what the simulator has where messages take
+no time: the ideal, with F, B and W alike, and a step with F, B and W of each stage's own layers, and its optimizer. Of
+1F1B also the formula, p m / (m + p - 1) times one card. With one rank only the one card is measured. Variants take
+turns, and all ranks start a turn together. Nobody clips.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from engine import Line
 from gpu import LEARNING_RATE, SIZES
 from gpu_ddp import measured
+from stage_times import NUM_MICROBATCHES, LayerTimes, Times, layer_times, simulated
 
 import minigrad as mg
 from distributed import Communicator, SoloCommunicator, local_rank, world
@@ -28,32 +30,38 @@ from minigrad.cuda_graph import CapturedStep
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import use_precision
-from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, cut_by_weights, simulate
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, cut_by_weights
 
 TRAINED = ("1f1b", "zero_bubble_h1", "zbv")
-NUM_MICROBATCHES = 8
 ALONE = "one card"
 Step = Callable[[], Any]
 
 
 class Training:
-    """A GPT in training on the ranks of `comm`, cut into stages by the weights of its layers."""
+    """A GPT in training on the ranks of `comm`, cut into stages by the times of its layers.
+
+    Attributes:
+        stage_times: of the stages of all ranks.
+        optimizer: milliseconds of its step, on the rank with the most parameters.
+    """
 
     def __init__(
-        self, comm: Communicator, model: Mapping[str, int], schedule: str, size: int, weights: list[float] | None = None
+        self, comm: Communicator, config: gpt.GPTConfig, schedule: str, microbatch_size: int, times: LayerTimes
     ) -> None:
-        config = gpt.GPTConfig(**model)
-        layers, order = gpt.layers(config), SCHEDULES[schedule]
-        weights = weights or [1.0] * len(layers)
+        layers, order = gpt.layers(config, half_blocks=True), SCHEDULES[schedule]
+        weights = [sum(each) for each in times.layers]
         specs = cut_by_weights([name for name, _ in layers], weights, order.num_stages(comm.size))
-        self.work = [sum(weights[spec.layer_start : spec.layer_stop]) for spec in specs]
+        self.cut = ", ".join(f"{layers[spec.layer_start][0]} to {layers[spec.layer_stop - 1][0]}" for spec in specs)
+        self.stage_times = [Times.together(times.layers[spec.layer_start : spec.layer_stop]) for spec in specs]
         self.stages = PipelineStage.of(layers, comm, order, specs=specs, device="cuda")
+        num_parameters = max(comm.gather_objects(sum(p.size for p in self.stages.parameters())))
+        self.optimizer = num_parameters * times.optimizer
         self.pipe = PipelineExecutor(
             self.stages, comm, order, num_microbatches=NUM_MICROBATCHES, loss_fn=mg.cross_entropy
         )
         self._optimizer = Optimizer(self.stages.parameters(), AdamW(LEARNING_RATE))
         use_precision(self.stages.parameters(), "bfloat16")
-        shape = (size * NUM_MICROBATCHES, config.context + 1)
+        shape = (microbatch_size * NUM_MICROBATCHES, config.context + 1)
         ids = np.random.default_rng(0).integers(0, config.vocab_size, shape)
         self.batch = to_device(ids[:, :-1].copy()), to_device(ids[:, 1:].copy())
         self.graph = CapturedStep(self._step, self._optimizer, gather=comm.gather_objects)
@@ -68,48 +76,30 @@ class Training:
         return loss
 
 
-def layer_weights(comm: Communicator, size: str, alone: Training, microbatch_size: int) -> list[float]:
-    """Return the seconds of each layer on one card, as rank 0 has them. Collective.
-
-    The embedding, which takes little, counts with the head.
-    """
-    num_layers = SIZES[size][1]["num_layers"]
-    half = Training(SoloCommunicator(), SIZES[size][1] | {"num_layers": num_layers // 2}, "1f1b", microbatch_size)
-    seconds = measured({"all": alone.step, "half": half.step}, comm, 3)
-    whole, part = (median(seconds[name]) for name in ("all", "half"))
-    half.graph.clear()
-    block = (whole - part) / (num_layers - num_layers // 2)
-    weights: list[float] = comm.broadcast_object([0.0, *[block] * num_layers, whole - num_layers * block])
-    return weights
-
-
-def ideal(schedule: str, num_ranks: int, work: list[float]) -> float:
-    """Return how many times as fast as one card a schedule would be, its stages taking time as they have work."""
-    order = SCHEDULES[schedule]
-    made = simulate(
-        order.orders(num_ranks, NUM_MICROBATCHES),
-        num_stages=order.num_stages(num_ranks),
-        forward=work,
-        backward_input=work,
-        backward_weight=work,
-    )
-    return 3 * NUM_MICROBATCHES * sum(work) / made.makespan
-
-
-def report(size: str, trainings: dict[str, Training], seconds: dict[str, list[float]], ranks: int) -> Iterator[Line]:
+def report(
+    size: str, trainings: Mapping[str, Training], seconds: Mapping[str, list[float]], num_ranks: int
+) -> Iterator[Line]:
+    """Yield what each variant takes, beside what the simulator has for it."""
     alone = median(seconds[ALONE])
-    tokens = SIZES[size][1]["context"] * NUM_MICROBATCHES
     for name, values in seconds.items():
-        training = trainings[name]
+        training, step = trainings[name], median(values)
         what = f"{size}, m = {NUM_MICROBATCHES}, {name}"
-        yield Line(f"{what}: a step", 1e3 * median(values), "ms")
-        batch = len(training.batch[0]) // NUM_MICROBATCHES
-        yield Line(f"{what}: thousand tokens/s", batch * tokens / median(values) / 1e3, "k")
+        yield Line(f"{what}: a step", 1e3 * step, "ms")
+        yield Line(f"{what}: thousand tokens/s", training.batch[0].size / step / 1e3, "k")
         if name != ALONE:
-            faster, best = alone / median(values), ideal(name, ranks, training.work)
-            yield Line(f"{what}: times one card", faster, "x")
+            even = [stage.even for stage in training.stage_times]
+            best = NUM_MICROBATCHES * sum(map(sum, even)) / simulated(name, num_ranks, even)
+            yield Line(f"{what}: times one card", alone / step, "x")
             yield Line(f"{what}: times one card, simulated", best, "x")
-            yield Line(f"{what}: ideal time over measured", faster / best, "x")
+            yield Line(f"{what}: ideal time over measured", alone / best / step, "x")
+        if name == "1f1b":
+            formula = num_ranks * NUM_MICROBATCHES / (NUM_MICROBATCHES + num_ranks - 1)
+            yield Line(f"{what}: times one card, p m / (m + p - 1)", formula, "x")
+            yield Line(f"{what}: that time over measured", alone / formula / step, "x")
+        order, ranks = ("1f1b", 1) if name == ALONE else (name, num_ranks)
+        own = simulated(order, ranks, training.stage_times) + training.optimizer
+        yield Line(f"{what}: a step by its layers' times", own, "ms")
+        yield Line(f"{what}: layers' times over measured", own / (1e3 * step), "x")
 
 
 def main() -> None:
@@ -121,20 +111,22 @@ def main() -> None:
     args = parser.parse_args()
     use_gpu(local_rank())
     comm = world(gpus=True)
-    model = SIZES[args.size][1]
-    alone = Training(SoloCommunicator(), model, "1f1b", args.microbatch_size)
-    trainings = {ALONE: alone}
+    config = gpt.GPTConfig(**SIZES[args.size][1])
+    times: LayerTimes = comm.broadcast_object(layer_times(config, args.microbatch_size))
+    if comm.rank == 0:
+        print(f"{comm.size} x {gpu_name()}, {comm.library}, CuPy {cp.__version__}")
+        names = [name for name, _ in gpt.layers(config, half_blocks=True)]
+        for i in (0, 1, 2, len(names) - 1):
+            print(f"a micro-batch of {args.microbatch_size}, {names[i]}: {times.layers[i]}", flush=True)
+    trainings = {ALONE: Training(SoloCommunicator(), config, "1f1b", args.microbatch_size, times)}
     if comm.size > 1:
-        weights = layer_weights(comm, args.size, alone, args.microbatch_size)
         for schedule in args.schedules:
-            trainings[schedule] = Training(comm, model, schedule, args.microbatch_size, weights)
+            trainings[schedule] = Training(comm, config, schedule, args.microbatch_size, times)
+            if comm.rank == 0:
+                print(f"stages of {schedule}: {trainings[schedule].cut}", flush=True)
     steps: dict[str, Step] = {name: training.step for name, training in trainings.items()}
     seconds = measured(steps, comm, args.rounds)
     if comm.rank == 0:
-        print(f"{comm.size} x {gpu_name()}, {comm.library}, CuPy {cp.__version__}")
-        if comm.size > 1:
-            block, head = 1e3 * weights[1] / NUM_MICROBATCHES, 1e3 * weights[-1] / NUM_MICROBATCHES
-            print(f"a micro-batch of {args.microbatch_size}: a block {block:.2f} ms, the head {head:.2f} ms")
         for line in report(args.size, trainings, seconds, comm.size):
             print(line, flush=True)
 
