@@ -14,6 +14,7 @@ from pipeline.cli.work_flags import add_work, candidates_of, values_of
 from pipeline.schedules.action import check_skips
 from pipeline.schedules.compare import Result, Work, at_size, peaks_of, result_of, timeline_of, to_csv
 from pipeline.schedules.drawing.svg import stacked, svg
+from pipeline.schedules.words import amount, counted
 
 HELP = "compare schedules in one table"
 
@@ -63,9 +64,9 @@ def run(arguments: argparse.Namespace) -> None:
         timeline = timeline_of(schedule, *sizes, work)
         result = result_of(schedule, timeline, num_microbatches, work)
         results.append(result)
-        drawings.append((timeline, f"{name}: {flags.counted(num_stages, 'stage')}"))
+        drawings.append((timeline, f"{name}: {counted(num_stages, 'stage')}"))
         reduced = f"  {result.with_reductions:15.6g}  {result.hidden:6.4f}" if work.gradient_bytes else ""
-        peaks = " ".join(map(flags.amount, peaks_of(schedule, timeline, work)))
+        peaks = " ".join(map(amount, peaks_of(schedule, timeline, work)))
         rows.append(
             f"{name:{width}}  {timeline.makespan:8.6g}  {timeline.bubble_fraction:12.4f}"
             f"  {timeline.span_bubble_rate:11.4f}  {timeline.efficiency:10.4f}{reduced}  {peaks}"

@@ -23,6 +23,7 @@ from pipeline.schedules.csv_file import dump, from_text, load
 from pipeline.schedules.schedule import Order, Schedule
 from pipeline.schedules.torch_csv import parse_torch
 from pipeline.schedules.validate import validate
+from pipeline.schedules.words import UNITS, counted
 
 Numbers = list[float] | float
 MOST_LETTERS = 60
@@ -82,9 +83,6 @@ def skips(text: str) -> list[tuple[int, int]]:
     return found
 
 
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
 def memories(text: str) -> Numbers:
     """Read amounts of memory, as 8, 8GiB or 100MiB,200MiB."""
 
@@ -102,12 +100,6 @@ def memories(text: str) -> Numbers:
             f"got {text!r}"
         )
     return values if len(values) > 1 else values[0]
-
-
-def amount(value: float) -> str:
-    """Say an amount of memory: from a KiB on it is of bytes, with a unit."""
-    unit, size = next(((u, size) for u, size in reversed(UNITS.items()) if value >= size), ("", 1))
-    return f"{value / size:.4g}{unit}"
 
 
 def memory(text: str) -> float:
@@ -249,12 +241,6 @@ def sizes_of(
     )
 
 
-def counted(number: int, noun: str) -> str:
-    """Say how many there are of something: 1 stage, 2 stages."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{ending}"
-
-
 def sizes_in_words(num_ranks: int, num_microbatches: int, *, num_stages: int | None = None) -> str:
     """Say the sizes of a schedule."""
     ranks = counted(num_ranks, "rank")
@@ -263,12 +249,13 @@ def sizes_in_words(num_ranks: int, num_microbatches: int, *, num_stages: int | N
 
 
 def in_flags(rule: ValueError) -> ValueError:
-    """Return what a schedule says of its sizes, or a drawing of its width, in the words of the command line."""
+    """Return what the library says of its parameters in the words of the command line."""
     words = {
         "num_microbatches": "--microbatches",
         "num_ranks": "the number of ranks",
         "width must": "--width must",
         "message_bytes must": "--message-bytes must",
+        "memory must": "--memory must",
     }
     text = str(rule)
     for name, word in words.items():

@@ -12,6 +12,7 @@ from pipeline.cli.verify import check_sizes, find_case
 from pipeline.runtime.memory import stage_bytes
 from pipeline.schedules.held import Measured, StageBytes, from_json, rank_bytes, to_json
 from pipeline.schedules.schedule import SCHEDULES
+from pipeline.schedules.words import amount
 from pipeline.verify import Case
 
 HELP = "measure what a micro-batch keeps on each stage, and say what each rank needs, in bytes"
@@ -48,8 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{name}: {flags.sizes_in_words(pp, num_microbatches, num_stages=len(stages))}")
         print("stage     weights   gradients   optimizer  activations    deferred     working")
         for number, stage in enumerate(stages):
-            always = (flags.amount(part) for part in (stage.weights, stage.gradients, stage.optimizer))
-            kept = (flags.amount(part) for part in (stage.activations, stage.deferred, stage.working))
+            always = (amount(part) for part in (stage.weights, stage.gradients, stage.optimizer))
+            kept = (amount(part) for part in (stage.activations, stage.deferred, stage.working))
             print(f"{number:5} " + " ".join(f"{part:>11}" for part in (*always, *kept)))
         ranks = rank_bytes(
             stages,
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
             num_microbatches=num_microbatches,
             num_shards=arguments.shards,
         )
-        print(f"a rank needs  {' '.join(map(flags.amount, ranks))}")
+        print(f"a rank needs  {' '.join(map(amount, ranks))}")
 
 
 def measure(case: Case, num_microbatches: int) -> Measured:

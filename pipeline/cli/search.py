@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from functools import partial
 from pathlib import Path
 
 from pipeline.cli import files, flags
 from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import add_skip_bytes, add_skips, check_skip_bytes
-from pipeline.schedules.action import check_skips
 from pipeline.schedules.csv_file import dump
 from pipeline.schedules.drawing.svg import picture, svg
 from pipeline.schedules.exact import check_solvable, shortest
-from pipeline.schedules.held import Measured, search_within, with_skips
+from pipeline.schedules.held import Measured, search_within
+from pipeline.schedules.placed import problem_of, shared
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.search import MEASURES, PLACEMENTS, Found, search_placements
 from pipeline.schedules.timeline import Timeline
+from pipeline.schedules.words import amount
 
 HELP = "find the shortest order for given times, links and memory, and how short it could be"
+
+_LARGE = 10_000  # actions, whose first order takes seconds
 
 _PER_RANK = {
     "forward": ("time of a forward of one micro-batch", flags.durations, 1.0),
@@ -73,10 +78,18 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"numbers with commas must be one for each of {stages} stages, got {flags_given}")
     measured = measured_of(arguments, arguments.microbatches)
     check_skip_bytes(arguments)
+    for flag, value in (("--memory", arguments.memory), ("--static", arguments.static)):
+        flags.check_length(flag, value, arguments.ranks, "ranks")
+
+    def problem_in(placement: str, reserve: float) -> Problem:
+        num_actions = 3 * PLACEMENTS[placement][0] * arguments.ranks * arguments.microbatches
+        if num_actions > _LARGE and not arguments.json:
+            print(f"placement {placement}: looking for an order of {num_actions:,} actions", file=sys.stderr)
+        return _problem(arguments, placement, given, measured, reserve)
 
     def find(reserve: float) -> dict[str, Found]:
         return search_placements(
-            lambda placement: _problem(arguments, placement, given, measured, reserve),
+            partial(problem_in, reserve=reserve),
             names,
             measure=arguments.measure,
             seconds=arguments.seconds,
@@ -92,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
             return measured.peaks(timeline, num_stages, rank_of, skips=skips, skip_bytes=skip_bytes)
         if not skips:
             return None
-        kept, later = (_of_stages(given[name], num_chunks) for name in ("activations", "deferred"))
+        kept, later = (shared(given[name], num_chunks) for name in ("activations", "deferred"))
         peaks = timeline.peak_memory(kept, later, skips=skips, skip_memory=skip_bytes)
         return [peak + held for peak, held in zip(peaks, _of_ranks(arguments.static, arguments), strict=True)]
 
@@ -138,21 +151,12 @@ def run(arguments: argparse.Namespace) -> None:
     if peaks is None:
         static = _of_ranks(arguments.static, arguments)
         peaks = [peak + held for peak, held in zip(found.problem.peaks(timeline), static, strict=True)]
-    print(found.report([flags.amount(peak) for peak in peaks]))
+    print(found.report([amount(peak) for peak in peaks]))
     if exact is not None:
         print(exact.report())
     for name, other in results.items():
         if name != best:
             print(f"placement {name:18}{other.time:.6g}")
-
-
-def _of_ranks(value: flags.Numbers, arguments: argparse.Namespace) -> list[float]:
-    return value if isinstance(value, list) else [value] * arguments.ranks
-
-
-def _of_stages(value: flags.Numbers, num_chunks: int) -> flags.Numbers:
-    """Return numbers of stages, from these or from that of a rank."""
-    return value if isinstance(value, list) else value / num_chunks
 
 
 def _problem(
@@ -166,41 +170,35 @@ def _problem(
 
     Args:
         reserve: memory of each rank that is kept free.
+    Raises:
+        ValueError: as `problem_of`, in the words of the command line; or an exact answer is asked for and too much.
     """
-    num_chunks, rank_of = PLACEMENTS[placement]
-    num_stages = num_chunks * arguments.ranks
-    always: flags.Numbers = arguments.static
-    skips, skip_bytes = arguments.skips, arguments.skip_bytes
-    check_skips(skips, num_stages)
-    kept, later = (_of_stages(given[name], num_chunks) for name in ("activations", "deferred"))
-    if measured is not None:
-        stages = measured.stages_of(num_stages)
-        kept, later = measured.activations(num_stages, own=not skips), [float(s.deferred) for s in stages]
-        always = measured.always(num_stages, rank_of, arguments.ranks)
-    limit, static = _of_ranks(arguments.memory, arguments), _of_ranks(always, arguments)
-    for flag, values in (("--memory", limit), ("--static", static)):
-        flags.check_length(flag, values, arguments.ranks, "ranks")
-    room = [most - held - reserve for most, held in zip(limit, static, strict=True)]
-    if min(room) <= 0:
-        if measured is not None:
-            needed = " ".join(map(flags.amount, static))
-            raise ValueError(f"--memory must be more than the ranks hold beside their micro-batches, {needed}")
-        least = room.index(min(room))
-        got = f"{flags.amount(limit[least])} and {flags.amount(static[least])}"
-        raise ValueError(f"--memory must be more than --static, got {got}")
-    problem = Problem.of(
-        num_ranks=arguments.ranks,
-        num_microbatches=arguments.microbatches,
-        rank_of=rank_of,
-        num_stages=num_stages,
-        forward=_of_stages(given["forward"], num_chunks),
-        backward_input=_of_stages(given["backward-input"], num_chunks),
-        backward_weight=_of_stages(given["backward-weight"], num_chunks),
-        latency=arguments.latency,
-        activations=with_skips(kept, num_stages, skips, skip_bytes),
-        deferred=later,
-        limit=room,
-    )
+    try:
+        problem = problem_of(
+            placement,
+            num_ranks=arguments.ranks,
+            num_microbatches=arguments.microbatches,
+            forward=given["forward"],
+            backward_input=given["backward-input"],
+            backward_weight=given["backward-weight"],
+            activations=given["activations"],
+            deferred=given["deferred"],
+            latency=arguments.latency,
+            static=arguments.static,
+            memory=arguments.memory,
+            measured=measured,
+            skips=arguments.skips,
+            skip_bytes=arguments.skip_bytes,
+            reserve=reserve,
+        )
+    except ValueError as rule:
+        held = "what ranks hold beside their micro-batches" if measured is not None else "--static"
+        said = str(rule).replace("what ranks hold beside their micro-batches", held)
+        raise flags.in_flags(ValueError(said)) from rule
     if arguments.exact is not None:
         check_solvable(problem, arguments.measure)
     return problem
+
+
+def _of_ranks(value: flags.Numbers, arguments: argparse.Namespace) -> list[float]:
+    return value if isinstance(value, list) else [value] * arguments.ranks

@@ -7,6 +7,7 @@ import argparse
 from pipeline.cli import flags
 from pipeline.cli.memory import add_measured, measured_of
 from pipeline.cli.schedule_flags import add_simulation, costs, print_costs, timeline_of
+from pipeline.schedules.words import amount
 
 HELP = "say what a schedule costs in time and memory"
 
@@ -34,4 +35,4 @@ def run(arguments: argparse.Namespace) -> None:
     if waiting is not None:
         print(f"skips that wait, at most a rank         {' '.join(f'{count:g}' for count in waiting)}")
     if peaks is not None:
-        print(f"peak memory a rank                      {' '.join(map(flags.amount, peaks))}")
+        print(f"peak memory a rank                      {' '.join(map(amount, peaks))}")

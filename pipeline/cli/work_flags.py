@@ -73,7 +73,10 @@ def candidates_of(arguments: argparse.Namespace) -> dict[str, Candidate]:
 
     def search(num_ranks: int, num_microbatches: int, work: Work) -> Schedule:
         flags.check_searchable(max(chunks for chunks, _ in PLACEMENTS.values()) * num_ranks, num_microbatches)
-        return searched(num_ranks, num_microbatches, work, seconds=arguments.seconds, seed=arguments.seed)
+        try:
+            return searched(num_ranks, num_microbatches, work, seconds=arguments.seconds, seed=arguments.seed)
+        except ValueError as rule:
+            raise flags.in_flags(rule) from rule
 
     names = dict.fromkeys(arguments.schedules)
     return {name: search if name == SEARCH else flags.find_schedule(name, NAMES) for name in names}

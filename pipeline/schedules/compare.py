@@ -16,12 +16,12 @@ from functools import partial
 from itertools import product
 
 from pipeline.schedules.action import Skips, check_skips
-from pipeline.schedules.held import Measured, search_within, with_skips
+from pipeline.schedules.held import Measured, search_within
 from pipeline.schedules.per_stage import PerStage
-from pipeline.schedules.problem import Problem
+from pipeline.schedules.placed import problem_of
 from pipeline.schedules.reductions import Reductions, end_of_step, hidden_share, reduce_beside
 from pipeline.schedules.schedule import SCHEDULES, Schedule
-from pipeline.schedules.search import PLACEMENTS, search_placements
+from pipeline.schedules.search import search_placements
 from pipeline.schedules.simulate import link_of_host, simulate
 from pipeline.schedules.timeline import Timeline
 from pipeline.schedules.validate import validate
@@ -178,40 +178,28 @@ def searched(
     Raises:
         ValueError: as `search_placements`.
     """
-    if work.measured is None and not work.memory > work.static:
-        raise ValueError(f"memory must be more than what is always held, got {work.memory:g} and {work.static:g}")
-
-    def problem_in(placement: str, reserve: float) -> Problem:
-        num_chunks, rank_of = PLACEMENTS[placement]
-        num_stages = num_chunks * num_ranks
-        sizes = work.message_bytes if isinstance(work.message_bytes, Sequence) else [work.message_bytes] * num_stages
-        check_skips(work.skips, num_stages)
-        kept: PerStage = work.activations / num_chunks
-        later: PerStage = work.deferred / num_chunks
-        room: PerStage = work.memory - reserve - work.static
-        if work.measured is not None:
-            stages = work.measured.stages_of(num_stages)
-            kept, later = work.measured.activations(num_stages, own=not work.skips), [s.deferred for s in stages]
-            always = work.measured.always(num_stages, rank_of, num_ranks)
-            room = [work.memory - reserve - held for held in always]
-        kept = with_skips(kept, num_stages, work.skips, work.skip_bytes)
-        return Problem.of(
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            rank_of=rank_of,
-            num_stages=num_stages,
-            forward=work.forward / num_chunks,
-            backward_input=work.backward_input / num_chunks,
-            backward_weight=work.backward_weight / num_chunks,
-            latency=[work.latency + size / work.bandwidth for size in sizes[: num_stages - 1]],
-            activations=kept,
-            deferred=later,
-            limit=room,
-        )
 
     def find(reserve: float) -> Schedule:
-        problems = partial(problem_in, reserve=reserve)
-        found = search_placements(problems, PLACEMENTS, seconds=seconds, num_tries=num_tries, seed=seed, name="search")
+        problem_in = partial(
+            problem_of,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            forward=work.forward,
+            backward_input=work.backward_input,
+            backward_weight=work.backward_weight,
+            latency=work.latency,
+            message_bytes=work.message_bytes,
+            bandwidth=work.bandwidth,
+            activations=work.activations,
+            deferred=work.deferred,
+            static=work.static,
+            memory=work.memory,
+            measured=work.measured,
+            skips=work.skips,
+            skip_bytes=work.skip_bytes,
+            reserve=reserve,
+        )
+        found = search_placements(problem_in, seconds=seconds, num_tries=num_tries, seed=seed, name="search")
         return next(iter(found.values())).schedule
 
     def excess(schedule: Schedule) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.per_stage import PerStage, each
@@ -111,11 +113,21 @@ class Problem:
 
     def down(self, first: int, last: int) -> float:
         """Return the time from the start of a forward on one stage until its data is on a later one."""
-        return sum(self.forward[s] + self.transfer[s] for s in range(first, last))
+        return self._downs[last] - self._downs[first]
 
     def up(self, first: int, last: int) -> float:
         """Return the time from the start of a backward on one stage until its gradient is on an earlier one."""
-        return sum(self.backward_input[s] + self.transfer[s - 1] for s in range(first, last, -1))
+        return self._ups[first] - self._ups[last]
+
+    @cached_property
+    def _downs(self) -> list[float]:
+        """The time from the first stage to each: bounds ask for the way between any two."""
+        return list(accumulate(map(add, self.forward, self.transfer), initial=0.0))
+
+    @cached_property
+    def _ups(self) -> list[float]:
+        """The time from each stage back to the first."""
+        return list(accumulate(map(add, self.backward_input[1:], self.transfer), initial=0.0))
 
     def round_trip(self, stage: int, back_on: int) -> float:
         """Return the time from the start of a forward on a stage to that of the same backward on another, at least."""
@@ -160,5 +172,7 @@ class Problem:
 
     def fits(self, timeline: Timeline) -> bool:
         """Tell whether no rank holds more than it may."""
+        if min(self.limit) == math.inf:
+            return True
         peaks = self.peaks(timeline)
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limit, strict=True))

@@ -154,11 +154,15 @@ def changes_of(row: Sequence[Timed], activations: PerStage, deferred: PerStage) 
     done = [(end, single) for action, _, end in row for single in action.singles]  # of a pair both, when both are done
     backwards = (Kind.B, Kind.BW)
     with_backward = {(single.stage, single.microbatch) for _, single in done if single.kind in backwards}
+    held: dict[int, tuple[float, float]] = {}
+    for stage in {stage for stage, _ in with_backward}:
+        kept = activations[stage] if isinstance(activations, Sequence) else activations
+        later = deferred[stage] if isinstance(deferred, Sequence) else deferred
+        held[stage] = kept, later
     changes = []
     for end, (kind, stage, microbatch, _, _) in done:
         if (stage, microbatch) in with_backward:
-            kept = activations[stage] if isinstance(activations, Sequence) else activations
-            later = deferred[stage] if isinstance(deferred, Sequence) else deferred
+            kept, later = held[stage]
             match kind:
                 case Kind.F:
                     changes.append((end, kept))

@@ -166,6 +166,18 @@ def test_a_search_says_memory_as_compare_does(capsys):
     assert "memory a rank               10.37GiB 9.684GiB\n" in capsys.readouterr().out
 
 
+def test_a_large_search_says_what_it_looks_for(monkeypatch, capsys):
+    """Up to half a minute went by without a word."""
+    monkeypatch.setattr("pipeline.cli.search._LARGE", 50)
+    sizes = ["search", "--ranks", "4", "--microbatches", "4"]
+    assert main([*sizes, "--placement", "one"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*sizes, "--placement", "v"]) == 0
+    assert capsys.readouterr().err == "placement v: looking for an order of 96 actions\n"
+    assert main([*sizes, "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_compare_gives_every_schedule_the_same_work(capsys):
     assert main(["compare", "--ranks", "2", "--microbatches", "4"]) == 0
     assert capsys.readouterr().out == COMPARED

@@ -259,7 +259,10 @@ def test_a_function_that_gives_no_order_is_one_clear_error(name, command, tmp_pa
 @pytest.mark.parametrize("command", ["compare search", "compare search --json", "sweep search", "search"])
 def test_what_has_no_result_ends_with_status_2(command, capsys):
     """Compare, which says in a row what a schedule does not allow, once ended with status 0 where all rows said so."""
-    for memory, why in {"0.5": "a rank must hold one micro-batch", "2 --static 3": "emory must be more than "}.items():
+    for memory, why in {
+        "0.5": "a rank must hold one micro-batch",
+        "2 --static 3": "--memory must be more than ",
+    }.items():
         status = cli.main([*command.split(), "--memory", *memory.split()])
         said = capsys.readouterr()
         assert (status, said.out, said.err.count("\n")) == (2, "", 1)

@@ -79,6 +79,14 @@ def test_a_search_is_one_of_the_schedules_and_keeps_the_memory_of_each_work():
         assert all(result.makespan <= r.makespan for r in named if r.fits and r.memory == result.memory)
 
 
+def test_a_search_in_bytes_between_stages_keeps_to_placements_of_these_stages():
+    """Sizes of seven boundaries, of two stages a rank, were cut to the first three for one stage a rank."""
+    work = Work(message_bytes=(0.0, 0, 0, 9, 9, 9, 9), bandwidth=1)
+    assert searched(4, 4, work, num_tries=2).num_chunks == 2
+    with pytest.raises(ValueError, match="message_bytes must be one number or one for each of 3 boundaries, got 4"):
+        searched(4, 4, Work(message_bytes=(0.0,) * 4), num_tries=2)
+
+
 def test_a_heat_map_is_darker_where_the_number_is_larger():
     picture = heat_map(
         {(2, 4): 0.0, (2, 8): 1.0, (3, 4): 0.5},

@@ -81,7 +81,8 @@ def test_the_search_keeps_what_its_ranks_really_hold_under_the_limit(path, capsy
     status, _, err = run(capsys, "search", *sizes, "--placement", "one", "--memory", 300)
     assert (status, err) == (
         2,
-        "python -m pipeline: --memory must be more than the ranks hold beside their micro-batches, 303 161\n",
+        "python -m pipeline: --memory must be more than what ranks hold beside their micro-batches, "
+        "got 300 and 303 161\n",
     )
     work = Work(measured=measured, memory=330)
     schedule = searched(2, 4, work, num_tries=20)

@@ -1,7 +1,9 @@
 """The search and its bounds, against published values and against all orders there are of small problems."""
 
+import math
 import random
 from dataclasses import replace
+from time import process_time
 
 import pytest
 from all_orders import SMALL, random_problem, shortest_times
@@ -46,6 +48,21 @@ def a_v(num_ranks, num_microbatches, limit):
         num_stages=2 * num_ranks,
         limit=limit,
     )
+
+
+def test_the_way_between_two_stages_is_what_lies_between_them():
+    times = {"forward": (1.0, 2, 4, 8), "backward_input": (16.0, 32, 64, 128), "latency": (256.0, 512, 1024)}
+    problem = Problem.of(num_ranks=4, num_microbatches=2, rank_of=round_robin, num_stages=4, **times)
+    assert [problem.down(1, last) for last in (1, 2, 3)] == [0, 2 + 512, 2 + 512 + 4 + 1024]
+    assert [problem.up(2, last) for last in (2, 1, 0)] == [0, 64 + 512, 64 + 512 + 32 + 256]
+
+
+@pytest.mark.parametrize("span", [False, True])
+def test_bounds_of_many_stages_take_no_longer_than_the_stages_are_many(span):
+    """Each way between two stages was added up anew, once for each pair of stages: three seconds."""
+    start = process_time()
+    lower_bounds(a_v(256, 4, math.inf), span=span)
+    assert process_time() - start < 1
 
 
 @pytest.mark.parametrize("index", [0, 3, *(pytest.param(index, marks=LONG) for index in (1, 2, 4, 5))])
