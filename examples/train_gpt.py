@@ -185,7 +185,7 @@ class Training:
         self.mesh = Mesh(comm, dp=dp, pp=pp)
         self.schedule = SCHEDULES[settings.schedule]
         self.stages = PipelineStage.of(
-            gpt.layers(config, recompute=settings.recompute),
+            gpt.layers(config, recompute=settings.recompute, half_blocks=settings.half_blocks),
             self.mesh.pp,
             self.schedule,
             seed=settings.seed,
@@ -314,11 +314,12 @@ def becomes_graph(settings: TrainSettings, num_ranks: int, library: str) -> bool
 
 
 def rehearse(settings: TrainSettings, config: gpt.GPTConfig, tokens: Array) -> None:
-    """Take a step of one block by itself, so that a spare has loaded all that its first real step needs."""
+    """Take a step of a block a stage by itself, so that a spare has loaded all that its first real step needs."""
     _, _, num_microbatches = settings.layout(1)
+    config = replace(config, num_layers=SCHEDULES[settings.schedule].num_stages(1))
     settings = replace(settings, batch=num_microbatches, init_from=None, bucket_mb=None)
     scale = LossScale() if settings.computed_in == "float16" else None
-    training = Training(settings, replace(config, num_layers=1), tokens, SoloCommunicator(), scale, lambda _: None)
+    training = Training(settings, config, tokens, SoloCommunicator(), scale, lambda _: None)
     x, y = training.batches.next()
     training.optimizer.zero_grad()
     with rng.scope(seed=settings.seed, step=0, first_sample=0):

@@ -9,10 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jobs import HELD, LIGHTLY, ROOT, metrics_of, run_job, start, survives_deaths, write_text
 
+import train_gpt
 from common.train_gpt_settings import TrainSettings
+from minigrad.models import gpt
+from pipeline import SCHEDULES
 
 NUM_STEPS = 100
 HELD_AT = 50  # until the kill has come, however late its moment is seen
@@ -25,6 +29,14 @@ IN_TESTS = [LIGHTLY, "train_gpt"]
 def layouts(dp: int, pp: int, microbatches: int, num_ranks: int, *, exact: bool = False) -> tuple[int, int, int]:
     settings = TrainSettings(dp=dp, pp=pp, microbatches=microbatches, exact=exact)
     return settings.layout(num_ranks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_spare_rehearses_a_step_of_any_schedule(schedule: str) -> None:
+    """Of one block, whatever the schedule: those with two stages on a rank could not be cut from it."""
+    settings = TrainSettings(dp=2, pp=2, schedule=schedule, microbatches=4, heal="spares", spares=1, context=4, width=4)
+    config = gpt.GPTConfig(context=4, num_layers=4, num_heads=1, width=4)
+    train_gpt.rehearse(settings, config, np.zeros(400, np.int64))
 
 
 def test_a_layout_for_those_that_are_left_keeps_the_step() -> None:
