@@ -165,6 +165,11 @@ class PipelineSettings(GPTSettings):
         """Parts of a replica's batch."""
         return self.microbatches
 
+    @property
+    def layers_a_block(self) -> int:
+        """Parts of a block that may be on different stages."""
+        return 1
+
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
         enough = f"--batch must hold a sample for each of {self.num_microbatches} micro-batches, got {self.batch}"
@@ -173,9 +178,10 @@ class PipelineSettings(GPTSettings):
     def fits(self, schedule: Schedule, num_ranks: int) -> Rule:
         """Return whether the model and its micro-batches fit a schedule on so many ranks."""
         num_stages = schedule.num_stages(num_ranks)
-        if num_stages > self.layers:
+        if num_stages > self.layers * self.layers_a_block:
+            least = "a block" if self.layers_a_block == 1 else "half a block"
             blocks = f"got {self.layers} for the {num_stages} stages of {schedule.name} on {num_ranks} ranks"
-            return False, f"--layers must give each stage a block, {blocks}"
+            return False, f"--layers must give each stage {least}, {blocks}"
         try:
             schedule.orders(num_ranks, self.num_microbatches)
         except ValueError as rule:  # in the words of a function's parameters

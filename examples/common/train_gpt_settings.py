@@ -134,6 +134,19 @@ def _is_scale(text: str) -> bool:
 
 
 @dataclass(frozen=True)
+class StageSettings(HybridSettings):
+    """Settings of how the model is cut into stages."""
+
+    half_blocks: bool = flag(
+        False, "cut between the halves of blocks too, attention and feed-forward: more stages, or evener ones"
+    )
+
+    @property
+    def layers_a_block(self) -> int:
+        return 2 if self.half_blocks else 1
+
+
+@dataclass(frozen=True)
 class ReplicationSettings(HybridSettings):
     """Settings of how replicas work together."""
 
@@ -255,6 +268,7 @@ class DeviceSettings(GPTSettings):
 @dataclass(frozen=True)
 class TrainSettings(
     HealSettings,
+    StageSettings,
     OptimizerSettings,
     RegularizationSettings,
     EvaluationSettings,

@@ -72,6 +72,7 @@ def test_each_flag_sets_its_field() -> None:
         "exact",
         "precision",
         "recompute",
+        "half_blocks",
         "tensorboard",
         "wandb",
         "heal",
@@ -108,6 +109,11 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
         ),
         ({"buddy_every": 3}, 1, "--buddy-every is for --heal replace, shrink and spares, got 3 and --heal none"),
         ({"pp": 5}, 5, "--layers must give each stage a block, got 4 for the 5 stages of 1f1b on 5 ranks"),
+        (
+            {"pp": 5, "schedule": "zbv", "half_blocks": True, "microbatches": 10},
+            5,
+            "--layers must give each stage half a block, got 4 for the 10 stages of zbv on 5 ranks",
+        ),
         (
             {"dp": 2, "pp": 2, "microbatches": 25},
             4,

@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
 
 RUNS = {  # name -> number of ranks, and flags
-    "replicas of pipelines": "4 --dp 2 --pp 2 --schedule gpipe --microbatches 2",
+    "replicas of pipelines": "4 --dp 2 --pp 2 --schedule gpipe --microbatches 2 --half-blocks",
     "pipeline": "2 --pp 2 --microbatches 3 --recompute",
     "replicas": "2 --dp 2 --lr 0.03 --lr-scale embed=1 --bucket-mb 0.01 --check-every 2",
     "not clipped": "1 --clip 0",
@@ -104,6 +104,21 @@ def test_shards_train_the_same_model_and_go_on_in_another_layout(
         "another layout": "2 --resume run0/checkpoints/step-00000002 --dp 1 --pp 2 --microbatches 3 --zero 0",
     }
     for run in run_all(runs, tiny, tmp_path).values():
+        assert learned(run.printed) == learned(one_process)
+
+
+@needs_mpirun
+@pytest.mark.long
+def test_stages_cut_within_blocks_train_the_same_model_and_go_on_cut_between_them(
+    one_process: str, tiny: list[str], tmp_path: Path
+) -> None:
+    """Three stages, two and four, of two blocks."""
+    runs = {
+        "halves": "3 --pp 3 --microbatches 3 --half-blocks",
+        "whole": "2 --resume run0/checkpoints/step-00000002 --dp 1 --pp 2 --no-half-blocks",
+        "halves again": "2 --resume run1/checkpoints/step-00000003 --dp 1 --pp 2 --schedule zbv --half-blocks",
+    }
+    for run in run_all(runs, [*tiny, "--save-every", "1"], tmp_path).values():
         assert learned(run.printed) == learned(one_process)
 
 
