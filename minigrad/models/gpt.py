@@ -160,7 +160,7 @@ def layers(config: GPTConfig, *, recompute: bool = False, half_blocks: bool = Fa
     Args:
         recompute: blocks keep nothing for their backward but their input, and run again there.
         half_blocks: blocks are two layers each, "block0.attention" and "block0.feed_forward", so that a pipeline may be
-            cut between them. Parameters, and all numbers, are the same.
+            cut between them. Parameters are the same, and losses and gradients to the bit.
     """
     kinds: dict[str, Callable[[ParamGetter, GPTConfig], Module]] = {"": GPTBlock}
     if half_blocks:
