@@ -20,7 +20,7 @@ from minigrad.cuda_graph import CapturedStep
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import use_precision
-from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
+from pipeline import SCHEDULES, PipelineExecutor, PipelineStage, cut_by_sizes
 
 cupy = pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(2)]
@@ -31,11 +31,18 @@ NUM_MICROBATCHES = 4
 
 
 class Training:
-    """A pipeline on the GPU, or on the CPU in one process."""
+    """A pipeline on the GPU, or on the CPU in one process.
 
-    def __init__(self, comm: Any, schedule: str, precision: str, device: str = "cuda") -> None:
-        order = SCHEDULES[schedule]
-        self.stages = PipelineStage.of(gpt.layers(CONFIG), comm, order, device=device)
+    Args:
+        sizes: layers a stage, of blocks in halves; by default as many whole blocks as another.
+    """
+
+    def __init__(
+        self, comm: Any, schedule: str, precision: str, device: str = "cuda", sizes: list[int] | None = None
+    ) -> None:
+        order, layers = SCHEDULES[schedule], gpt.layers(CONFIG, half_blocks=sizes is not None)
+        specs = cut_by_sizes([name for name, _ in layers], sizes) if sizes is not None else None
+        self.stages = PipelineStage.of(layers, comm, order, specs=specs, device=device)
         self.pipe = PipelineExecutor(
             self.stages, comm, order, num_microbatches=NUM_MICROBATCHES, loss_fn=mg.cross_entropy
         )
@@ -58,15 +65,16 @@ class Training:
         return losses, self.values()
 
 
+@pytest.mark.parametrize("sizes", [None, [6, 8]], ids=["between blocks", "within a block"])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_cut_into_stages_shows_in_no_bit(ranks: Any, precision: str) -> None:
-    def gradients(comm: Any) -> dict[str, bytes]:
-        training = Training(comm, "1f1b", precision)
+def test_a_cut_into_stages_shows_in_no_bit(ranks: Any, precision: str, sizes: list[int] | None) -> None:
+    def gradients(comm: Any, sizes: list[int] | None = None) -> dict[str, bytes]:
+        training = Training(comm, "1f1b", precision, sizes=sizes)
         training.pipe.step_on_device(to_device(IDS[0][:, :-1].copy()), to_device(IDS[0][:, 1:].copy()))
         return {p.name: to_host(p.grad).tobytes() for p in training.stages.parameters()}
 
     whole = gradients(SoloCommunicator())
-    cut = {name: grad for part in ranks.run(gradients) for name, grad in part.items()}
+    cut = {name: grad for part in ranks.run(gradients, sizes) for name, grad in part.items()}
     tied = "embed.token.weight"  # is added up over stages, in another order
     assert cut | {tied: b""} == whole | {tied: b""}
 
