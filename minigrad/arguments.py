@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import Array, xp_of
+from minigrad.words import counted
 
 
 def as_int(value: Any) -> int | None:
@@ -104,7 +105,8 @@ class Places:
         by_position = dict(zip(self.positional, given, strict=False))
         if len(given) > len(self.positional) or by_position.keys() & kwargs.keys():
             raise TypeError(
-                f"{self.name}() takes {self.num_arrays} array{'s' * (self.num_arrays > 1)}, then by position or by "
-                f"keyword {', '.join(self.positional)}, got {len(args)} positional arguments and {list(kwargs)}"
+                f"{self.name}() takes {counted(self.num_arrays, 'array')}, then by position or by "
+                f"keyword {', '.join(self.positional)}, got {counted(len(args), 'positional argument')} and "
+                f"{list(kwargs)}"
             )
         return args[: self.num_arrays], by_position | kwargs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from minigrad.words import counted
+
 MAX_SKIPPED_IN_A_ROW = 10
 
 
@@ -61,8 +63,8 @@ class StepGuard:
         if self.num_in_a_row > self.max_in_a_row:
             found = " and ".join(map(str, values))
             raise FloatingPointError(
-                f"no more than {self.max_in_a_row} steps in a row are skipped for a loss or a norm that is not finite, "
-                f"now got {found}: go on from a checkpoint with a lower learning rate, or look at the data"
+                f"no more than {counted(self.max_in_a_row, 'step')} in a row are skipped for a loss or a norm that is "
+                f"not finite, now got {found}: go on from a checkpoint with a lower learning rate, or look at the data"
             )
 
     def _count(self, good: bool) -> None:

@@ -28,6 +28,7 @@ from minigrad.optim.clipping import grad_norm, scale_to_norm
 from minigrad.optim.update_rules import SGD, Rule
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
+from minigrad.words import counted
 from pipeline.runtime import microbatch
 from pipeline.runtime.executor import PipelineExecutor
 from pipeline.runtime.stage import PipelineStage
@@ -85,8 +86,8 @@ class Report:
     def __str__(self) -> str:
         return (
             f"dp={self.dp} pp={self.pp} {self.schedule} micro-batches={self.num_microbatches}: "
-            f"{self.num_steps} steps, {self.num_parameters} gradients each, equal to one process within "
-            f"{self.largest_difference:.1e}"
+            f"{counted(self.num_steps, 'step')}, {counted(self.num_parameters, 'gradient')} each, "
+            f"equal to one process within {self.largest_difference:.1e}"
         )
 
 

@@ -27,6 +27,7 @@ from distributed.comm.sequence import MessageSteps, SequenceWork
 from distributed.comm.transfer import MAX_MESSAGE_BYTES, carry, carry_rows, check_array
 from distributed.comm.work import Array, JoinedWork, Work
 from minigrad.backend import round_to, synchronize, xp_of
+from minigrad.words import counted
 
 # Every MPI offers tags up to here (MPI 4.1, section 9.1.2), so this is what other communicators promise.
 PORTABLE_MAX_TAG = 32767
@@ -265,7 +266,8 @@ class Communicator(ABC):
         """
         check_array("all_to_all", array, written=False)
         if array.ndim == 0 or len(array) != self.size:
-            raise ValueError(f"all_to_all needs one row for each of {self.size} ranks, got shape {array.shape}")
+            ranks = counted(self.size, "rank")
+            raise ValueError(f"all_to_all needs one row for each of {ranks}, got shape {array.shape}")
         return carry_rows(
             self, "all_to_all", array, self.size, self._all_to_all, lambda: xp_of(array).empty_like(array)
         )
@@ -596,7 +598,7 @@ class Communicator(ABC):
         if flat.ndim != 1 or flat.size % self.size:
             raise ValueError(
                 f"{call} needs a 1-D array whose size is divisible by the number of ranks, "
-                f"got shape {flat.shape} and {self.size} ranks"
+                f"got shape {flat.shape} and {counted(self.size, 'rank')}"
             )
 
     def _check_rank(self, call: str, name: str, rank: int) -> None:

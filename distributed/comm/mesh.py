@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distributed.comm.communicator import Communicator
+from minigrad.words import counted
 
 
 class Mesh:
@@ -30,7 +31,8 @@ class Mesh:
 
     def __init__(self, comm: Communicator, *, dp: int = 1, pp: int = 1) -> None:
         if dp < 1 or pp < 1 or dp * pp != comm.size:
-            raise ValueError(f"dp * pp must equal the number of ranks, got dp={dp}, pp={pp} and {comm.size} ranks")
+            ranks = counted(comm.size, "rank")
+            raise ValueError(f"dp * pp must equal the number of ranks, got dp={dp}, pp={pp} and {ranks}")
         row, column = divmod(comm.rank, pp)
         self.comm = comm
         self.dp = comm.split(color=column, key=row)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from minigrad import kernels
 from minigrad.backend import gpu_name
+from minigrad.words import counted
 
 # What limits the threads of a matrix product; the first that is set holds, as in OpenBLAS, which NumPy's wheels bring.
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -71,13 +72,13 @@ def describe_places(places: Sequence[RankPlace], library: str) -> str:
         library: what carries the messages.
     """
     num_hosts = len({place.host for place in places})
-    where, each = (f" on {_count(num_hosts, 'host')}", " a rank") if len(places) > 1 else ("", "")
+    where, each = (f" on {counted(num_hosts, 'host')}", " a rank") if len(places) > 1 else ("", "")
     means = _count_range([place.num_threads for place in places], "thread")
     if all(place.cores for place in places):
         means += " and " + _count_range([len(place.cores) for place in places], "core")
     devices = " and ".join(dict.fromkeys(place.device for place in places))
     warning = _describe_crowding(places)
-    return f"{_count(len(places), 'rank')}{where}, {library}, {means}{each}, {devices}" + (
+    return f"{counted(len(places), 'rank')}{where}, {library}, {means}{each}, {devices}" + (
         warning and f"; warning: {warning}"
     )
 
@@ -105,7 +106,7 @@ def _describe_crowding(places: Sequence[RankPlace]) -> str:
         if num_threads / len(cores) > crowding:
             crowding = num_threads / len(cores)
             on_host = f" of {host}" if len({place.host for place in places}) > 1 else ""
-            warning = f"{num_threads} threads on {_count(len(cores), 'core')}{on_host}"
+            warning = f"{counted(num_threads, 'thread')} on {counted(len(cores), 'core')}{on_host}"
             if len(cores) == 1 and len(inside) > 1:  # bound to it by a launcher, one by one
                 warning = f"{len(inside)} ranks share core {min(cores)}{on_host}: start with --bind-to none"
     return warning
@@ -113,8 +114,4 @@ def _describe_crowding(places: Sequence[RankPlace]) -> str:
 
 def _count_range(numbers: Collection[int], noun: str) -> str:
     low, high = min(numbers), max(numbers)
-    return _count(low, noun) if low == high else f"{low}-{high} {noun}s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return counted(low, noun) if low == high else f"{low}-{high} {noun}s"

@@ -16,6 +16,7 @@ import numpy as np
 from distributed.comm.calls import describe_array
 from distributed.comm.work import Array, CompletedWork, JoinedWork, Work
 from minigrad.backend import xp_of
+from minigrad.words import counted
 
 MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts in C ints, which may count bytes, whatever the dtype
 
@@ -68,7 +69,7 @@ def message_size_error(array: Array, *, source: int, tag: int, longer: bool) -> 
     """Make the error of a message that is longer or shorter than its receive."""
     return ValueError(
         f"a receive must be as large as its message, but the one from rank {source}, tag {tag}, is "
-        f"{'longer' if longer else 'shorter'} than {describe_array(array)}, {array.nbytes} bytes"
+        f"{'longer' if longer else 'shorter'} than {describe_array(array)}, {counted(array.nbytes, 'byte')}"
     )
 
 

@@ -53,7 +53,7 @@ class Sampler:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         _check_place(rank, size)
         if batch_size < size:
-            raise ValueError(f"batch_size must give each replica a sample, got {batch_size} for {size} replicas")
+            raise ValueError(f"batch_size must give each replica a sample, got {batch_size} and {size}")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
         self.num_samples = num_samples

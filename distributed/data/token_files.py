@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minigrad.files import atomic_write
+from minigrad.words import counted
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -159,7 +160,8 @@ def _map(path: Path) -> Tokens:
     if path.suffix != ".npy":
         dtype = np.dtype("<u2" if path.suffix == ".bin" else np.uint8)
         if status.st_size % dtype.itemsize:
-            raise ValueError(f"a .bin file holds tokens of 2 bytes each, got {path} of {status.st_size} bytes")
+            size = counted(status.st_size, "byte")
+            raise ValueError(f"a .bin file holds tokens of 2 bytes each, got {path} of {size}")
         return np.memmap(path, dtype, mode="r") if status.st_size else np.empty(0, dtype)
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")

@@ -45,6 +45,7 @@ from minigrad.nn import Buffer
 from minigrad.optim import Optimizer
 from minigrad.optim.update_rules import LearningRate, Rule, check_rates
 from minigrad.parameter import Parameter
+from minigrad.words import counted
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,10 @@ class LocalSteps:
         if num_fragments < 1 or every < 1 or every % num_fragments:
             raise ValueError(f"every must be a multiple of num_fragments, got {every} and {num_fragments}")
         if num_fragments > len(params):
-            raise ValueError(f"there are {len(params)} parameters, too few for {num_fragments} fragments")
+            raise ValueError(f"{num_fragments} fragments need as many parameters, got {len(params)}")
         if not 0 <= delay < every // num_fragments:
-            apart = every // num_fragments
-            raise ValueError(f"delay must be at least 0 and below the {apart} steps between two fragments, got {delay}")
+            apart = counted(every // num_fragments, "step")
+            raise ValueError(f"delay must be at least 0 and below the {apart} between two fragments, got {delay}")
         if alpha is not None and not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {alpha}")
         self.comm = comm.duplicate()

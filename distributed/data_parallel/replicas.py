@@ -12,6 +12,7 @@ from minigrad.backend import is_half, widened, xp_of
 from minigrad.flat_range import FlatRange
 from minigrad.nn import Buffer
 from minigrad.parameter import Parameter
+from minigrad.words import counted
 
 # What is done with buffers in each step: nothing; all ranks get those of rank 0; or the mean, weighed as gradients are.
 BUFFERS = ("own", "broadcast", "mean")
@@ -93,7 +94,7 @@ def check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
     drifted = np.flatnonzero(differs.any(axis=0))
     ranks = np.flatnonzero(differs[:, drifted[0]])
     raise RuntimeError(
-        f"replicas have drifted apart: {len(drifted)} of {len(params)} parameters, the first of them "
+        f"replicas have drifted apart: {len(drifted)} of {counted(len(params), 'parameter')}, the first of them "
         f"{params[drifted[0]].label}, which on rank {', '.join(map(str, ranks))} differs from rank 0's. "
         "Gradients were used that no wait() had averaged, or weights were changed on some ranks only"
     )

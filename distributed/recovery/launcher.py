@@ -25,6 +25,7 @@ from distributed.comm.outcome import FOLDER, RUN, die_with_parent, forget, has_b
 from distributed.recovery.bereaved import Bereaved
 from distributed.recovery.rescue import LOST_AT, begin_steps, read_steps
 from distributed.recovery.stderr_filter import pass_on
+from minigrad.words import counted
 
 MOST_TRIES = 10  # of a job that does no step: kills may come faster than ranks start
 GIVEN_UP = 1
@@ -78,7 +79,7 @@ class Launcher:
                 done = read_steps(folder)
                 tries = 1 if done > num_steps else tries + 1
                 num_steps = max(done, num_steps)
-                what = f"the job was lost after {done} steps ({self._why or describe(code)})"
+                what = f"the job was lost after {counted(done, 'step')} ({self._why or describe(code)})"
                 if tries > MOST_TRIES:
                     self._say(f"{what}, and {MOST_TRIES} times before without a step between: it is given up")
                     return GIVEN_UP

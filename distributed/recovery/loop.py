@@ -18,6 +18,7 @@ from distributed.recovery.places import deal
 from distributed.recovery.rescue import Rescue
 from distributed.recovery.sources import fetch
 from distributed.recovery.state import Extent, Snapshot, Training, changing_of, memories_of, state_of
+from minigrad.words import counted
 
 T = TypeVar("T", bound=Training)
 
@@ -48,9 +49,9 @@ class Recovery:
 
     def __str__(self) -> str:
         died = f"{_ranks(self.dead)} died, " if self.dead else ""
-        steps = "1 step is" if self.num_redone == 1 else f"{self.num_redone} steps are"
+        steps = f"{counted(self.num_redone, 'step')} {'is' if self.num_redone == 1 else 'are'}"
         redone = f", {steps} done again" if self.num_redone else ""
-        goes_on = "1 rank goes" if self.num_ranks == 1 else f"{self.num_ranks} ranks go"
+        goes_on = f"{counted(self.num_ranks, 'rank')} {'goes' if self.num_ranks == 1 else 'go'}"
         return f"{died}healed in {self.seconds:.1f} s: {goes_on} on at step {self.step}, from {self.source}{redone}"
 
 

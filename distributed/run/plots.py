@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from minigrad.extras import needs
 from minigrad.files import atomic_write
 from minigrad.json_files import parse_json
+from minigrad.words import counted
 
 Numbers = NDArray[np.float64]
 Metrics = Sequence[dict[str, Any]]
@@ -147,7 +148,7 @@ def marks_of(metrics: Metrics) -> list[tuple[int, str]]:
 
 def _layout(row: dict[str, Any]) -> str:
     parts = [f"{name} {row[name]:g}" for name in ("dp", "pp") if row.get(name)]
-    return " x ".join(parts) or f"{row['ranks']:g} ranks"
+    return " x ".join(parts) or counted(int(row["ranks"]), "rank")
 
 
 def plots(metrics: Metrics, loss_unit: str) -> Iterator[Plot]:

@@ -32,6 +32,7 @@ from distributed.run.settings import RunSettings
 from distributed.run.step_line import StepLine
 from distributed.stop import StopRequest
 from minigrad.optim import Optimizer
+from minigrad.words import counted
 
 T = TypeVar("T")
 Trains = TypeVar("Trains", bound=Training)
@@ -347,7 +348,7 @@ class Run:
         if changed:
             self.say(f"with {', '.join(changed)}")
         if loaded.step == self.settings.steps:
-            self.say(f"all {loaded.step} steps are done: --steps {2 * loaded.step} would do more")
+            self.say(f"nothing is left of {counted(loaded.step, 'step')}: --steps {2 * loaded.step} would do more")
         return loaded.step
 
     def _begin(self, first: int) -> None:

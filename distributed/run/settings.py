@@ -9,6 +9,7 @@ from typing import Any
 
 from distributed.run.flags import COUNT, POSITIVE, Bounds, Rule, flag
 from minigrad.extras import needs
+from minigrad.words import counted
 
 
 @dataclass(frozen=True)
@@ -83,5 +84,5 @@ class ReplicaSettings(RunSettings):
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
-        enough = f"--batch must hold a sample for each of {world_size} ranks, got {self.batch}"
+        enough = f"--batch must hold a sample for each of {counted(world_size, 'rank')}, got {self.batch}"
         yield self.batch >= world_size, enough

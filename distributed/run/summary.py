@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from distributed.run.plots import Metrics, speed_text, totals
+from minigrad.words import counted
 
 
 def summarize(lines: Metrics, samples: str, speed: str) -> tuple[dict[str, Any], str]:
@@ -19,8 +20,7 @@ def summarize(lines: Metrics, samples: str, speed: str) -> tuple[dict[str, Any],
     seconds, samples_per_second, waited = totals(lines)
     figures = {"steps": len(lines), "seconds": seconds, "loss": lines[-1]["loss"], speed: samples_per_second}
     time_taken = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
-    steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"
-    words = f"{steps} in {time_taken}, {speed_text(samples_per_second or 0.0)} {samples}/s"
+    words = f"{counted(len(lines), 'step')} in {time_taken}, {speed_text(samples_per_second or 0.0)} {samples}/s"
     if waited is not None:
         figures["exposed_comm_share"] = waited
         words += f", {waited:.0%} of it in waits for other ranks"

@@ -15,6 +15,7 @@ from distributed.data_parallel.compression.number_formats import NUMBER_FORMATS
 from distributed.recovery import Heal
 from distributed.run.flags import COUNT, COUNT_OR_NONE, POSITIVE, Bounds, Rule, flag, other_default
 from distributed.run.settings import ReplicaSettings, RunSettings
+from minigrad.words import counted
 from pipeline.schedules.schedule import SCHEDULES, Schedule
 
 MOST_MICROBATCHES = 2**14  # the order of a schedule is a list
@@ -104,7 +105,7 @@ class RecoverySettings:
         num_replicas = world_size - self.spares
         yield (
             self.batch >= num_replicas,
-            f"--batch must hold a sample for each of {num_replicas} ranks, got {self.batch}",
+            f"--batch must hold a sample for each of {counted(num_replicas, 'rank')}, got {self.batch}",
         )
 
 
@@ -146,7 +147,7 @@ class LocalStepsSettings(GPTReplicaSettings):
         multiple = f"--every must be a multiple of --fragments, got {self.every} and {self.fragments}"
         yield self.every % self.fragments == 0, multiple
         apart = self.every // self.fragments
-        below = f"--delay must be below the {apart} steps from one fragment to the next, got {self.delay}"
+        below = f"--delay must be below the {counted(apart, 'step')} from one fragment to the next, got {self.delay}"
         yield self.delay < apart, below
 
 
@@ -172,7 +173,8 @@ class PipelineSettings(GPTSettings):
 
     def rules(self, world_size: int) -> Iterator[Rule]:
         yield from super().rules(world_size)
-        enough = f"--batch must hold a sample for each of {self.num_microbatches} micro-batches, got {self.batch}"
+        parts = counted(self.num_microbatches, "micro-batch")
+        enough = f"--batch must hold a sample for each of {parts}, got {self.batch}"
         yield self.num_microbatches <= self.batch, enough
 
     def fits(self, schedule: Schedule, num_ranks: int) -> Rule:
@@ -180,8 +182,8 @@ class PipelineSettings(GPTSettings):
         num_stages = schedule.num_stages(num_ranks)
         if num_stages > self.layers * self.layers_a_block:
             least = "a block" if self.layers_a_block == 1 else "half a block"
-            blocks = f"got {self.layers} for the {num_stages} stages of {schedule.name} on {num_ranks} ranks"
-            return False, f"--layers must give each stage {least}, {blocks}"
+            stages = f"{counted(num_stages, 'stage')} of {schedule.name} on {counted(num_ranks, 'rank')}"
+            return False, f"--layers must give each stage {least}, got {self.layers} for the {stages}"
         try:
             schedule.orders(num_ranks, self.num_microbatches)
         except ValueError as rule:  # in the words of a function's parameters
@@ -223,7 +225,7 @@ class HybridSettings(ScheduleSettings):
         return self.microbatches or (4 if self.pp > 1 else 1)
 
     def rules(self, world_size: int) -> Iterator[Rule]:
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        ranks = counted(world_size, "rank")
         product = f"dp * pp must equal the number of ranks, got dp={self.dp}, pp={self.pp} and {ranks}"
         if self.dp * self.pp == 1:
             product += f"; --dp {world_size} makes replicas, --pp {world_size} a pipeline"

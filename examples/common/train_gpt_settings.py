@@ -227,7 +227,7 @@ class HealSettings(ReplicationSettings):
     def rules(self, world_size: int) -> Iterator[Rule]:
         waits = f"--spares are for --heal shrink and spares, got {self.spares} and --heal {self.heal}"
         yield self.spares == 0 or self.heal in ("shrink", "spares"), waits
-        few = f"dp * pp = {self.dp * self.pp} ranks and {self.spares} spares are more than {world_size}"
+        few = f"--spares must leave a rank that trains, got {self.spares} of {world_size}"
         yield self.spares == 0 or self.spares < world_size, few
         copies = (
             f"--buddy-every is for --heal replace, shrink and spares, got {self.buddy_every} and --heal {self.heal}"

@@ -22,6 +22,7 @@ from minigrad.habits import own_options
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
 from minigrad.versions import Version
+from minigrad.words import counted
 
 Output = Tensor | Sequence[Tensor]
 T = TypeVar("T")
@@ -206,7 +207,7 @@ def _root(output: Output, grad: Any, share: float) -> tuple[Node, Array]:
     _check_tensors(output)
     if not output or grad is None or len(grad) != len(output):
         raise ValueError(
-            f"backward of {len(output)} outputs needs as many grads, got {0 if grad is None else len(grad)}"
+            f"backward of {counted(len(output), 'output')} needs as many grads, got {0 if grad is None else len(grad)}"
         )
     seeds = [_scaled(_seed(x, g), share) for x, g in zip(output, grad, strict=True)]
     weight_side = all(x.weight_side for x in output)

@@ -8,6 +8,7 @@ from typing import Any
 from minigrad.autodiff.tape import collect
 from minigrad.autodiff.vjps import kept_arrays
 from minigrad.tensor import Tensor
+from minigrad.words import counted
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Tape:
         seconds = [e.seconds for e in self.entries if e.seconds is not None]
         rows = [("op", "output", "kept bytes", "forward ms")]
         rows += [(e.name, f"{e.dtype}{list(e.shape)}", f"{e.kept_bytes:,}", _ms(e.seconds)) for e in self.entries]
-        rows.append((f"{len(self)} ops", "", f"{self.kept_bytes:,}", _ms(sum(seconds))))
+        rows.append((counted(len(self), "op"), "", f"{self.kept_bytes:,}", _ms(sum(seconds))))
         lines = [f"{name:<20} {shape:<28} {kept:>14}" for name, shape, kept, _ in rows]
         if seconds:  # of a forward in a profile
             lines = [f"{line} {ms:>11}" for line, (*_, ms) in zip(lines, rows, strict=True)]

@@ -130,7 +130,7 @@ def check_length(flag: str, value: Numbers, count: int, of_what: str) -> None:
         ValueError: it has another number of them.
     """
     if isinstance(value, list) and len(value) != count:
-        raise ValueError(f"{flag} must be one number or one for each of {count} {of_what}, got {len(value)} numbers")
+        raise ValueError(f"{flag} must be one number or one for each of the {of_what}, got {len(value)} for {count}")
 
 
 def check_size(num_actions: int) -> None:

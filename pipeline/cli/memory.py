@@ -12,7 +12,7 @@ from pipeline.cli.verify import check_sizes, find_case
 from pipeline.runtime.memory import stage_bytes
 from pipeline.schedules.held import Measured, StageBytes, from_json, rank_bytes, to_json
 from pipeline.schedules.schedule import SCHEDULES
-from pipeline.schedules.words import amount
+from pipeline.schedules.words import amount, counted
 from pipeline.verify import Case
 
 HELP = "measure what a micro-batch keeps on each stage, and say what each rank needs, in bytes"
@@ -79,7 +79,7 @@ def measure(case: Case, num_microbatches: int) -> Measured:
     @cache
     def stages_of(num_stages: int) -> list[StageBytes]:
         if num_stages > len(case.layers):
-            raise ValueError(f"a model of {len(case.layers)} layers cannot be cut into {num_stages} stages")
+            raise ValueError(f"a model of {counted(len(case.layers), 'layer')} cannot be cut into {num_stages} stages")
         return stage_bytes(
             case.layers,
             x,

@@ -15,6 +15,7 @@ from pipeline.schedules.drawing.svg import svg
 from pipeline.schedules.drawing.text import draw_order
 from pipeline.schedules.lower import lower
 from pipeline.schedules.repair import repair
+from pipeline.schedules.words import counted
 
 HELP = "mend a .csv file that cannot be run, with the fewest moved actions"
 
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.csv is not None:
         files.write_file("--csv", arguments.csv, lambda path: path.write_text(dump(mended), encoding="utf-8"))
-    said = f"mended with {len(moved)} moved action{'s' * (len(moved) > 1)}, the fewest that do"
+    said = f"mended with {counted(len(moved), 'moved action')}, the fewest that do"
     drawing = moves_picture(orders, mended, moved, f"{name}: {said if moved else 'nothing to mend'}")
     if arguments.svg is not None:
         files.write_file("--svg", arguments.svg, lambda path: path.write_text(svg(drawing), encoding="utf-8"))

@@ -15,6 +15,7 @@ from pipeline.cli import flags
 from pipeline.cli.schedule_flags import AS_WRITTEN
 from pipeline.runtime.partition import count_blocks
 from pipeline.schedules.schedule import SCHEDULES, Schedule
+from pipeline.schedules.words import counted
 from pipeline.verify import Case, MismatchError, verify
 
 HELP = "train a model in this layout and in one process, and name the first difference"
@@ -74,8 +75,8 @@ def check_sizes(case: Case, schedule: Schedule, *, dp: int, pp: int, num_microba
     num_stages, num_blocks = schedule.num_stages(pp), count_blocks([name for name, _ in case.layers])
     if num_stages > num_blocks:
         raise ValueError(
-            f"--pp {pp} makes {num_stages} stages under {schedule.name}, which must be at most the layers of the "
-            f"model, embedding and head not counted, got {num_blocks}"
+            f"--pp {pp} makes {counted(num_stages, 'stage')} under {schedule.name}, which must be at most the layers "
+            f"of the model, embedding and head not counted, got {num_blocks}"
         )
     fewest = min((len(x) for x, _ in case.batches), default=dp * num_microbatches)
     if dp * num_microbatches > fewest:

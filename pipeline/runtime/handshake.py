@@ -17,6 +17,7 @@ from distributed.comm.communicator import Communicator
 from minigrad import rng
 from minigrad.autodiff.mode import check_told_again
 from minigrad.backend import Array
+from minigrad.words import counted
 from pipeline.runtime import microbatch
 from pipeline.runtime.boundary import SPEC_COLUMNS, ArraySpec
 from pipeline.runtime.step import Batch, Mode, StepInputs
@@ -214,6 +215,11 @@ def _row(
     return row
 
 
+def _batch(row: Array) -> str:
+    """Say what a rank was given as x."""
+    return f"{ArraySpec.decode(row[_SPEC:])} of {counted(int(row[_NUM_SAMPLES]), 'sample')}"
+
+
 def _compare(rows: Array, first_rank: int) -> None:
     """Raise, on all ranks alike, if what two ranks were given does not fit together."""
     first = rows[first_rank]
@@ -224,8 +230,7 @@ def _compare(rows: Array, first_rank: int) -> None:
         ):
             raise ValueError(
                 "all ranks of a pipeline that are given x need the same batch, cut alike, but the first micro-batch is "
-                f"{ArraySpec.decode(first[_SPEC:])} of {first[_NUM_SAMPLES]} samples on rank {first_rank} and "
-                f"{ArraySpec.decode(row[_SPEC:])} of {row[_NUM_SAMPLES]} samples on rank {rank}"
+                f"{_batch(first)} on rank {first_rank} and {_batch(row)} on rank {rank}"
             )
         if row[_HAS_Y] and row[_Y_SIZES] != first[_X_SIZES]:
             raise ValueError(

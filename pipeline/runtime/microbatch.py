@@ -34,8 +34,7 @@ def split(batch: Array, num_microbatches: int) -> list[Array]:
         raise ValueError(f"a batch needs a first axis of samples, got a scalar of dtype {batch.dtype}")
     if len(batch) < num_microbatches:
         raise ValueError(
-            f"a batch needs at least one sample for each micro-batch, "
-            f"got {len(batch)} samples and {num_microbatches} micro-batches"
+            f"a batch needs at least one sample for each micro-batch, got {len(batch)} and {num_microbatches}"
         )
     ends = list(accumulate(sizes(len(batch), num_microbatches)))
     return [batch[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -111,7 +110,7 @@ def check_weights(weights: Sequence[float], num_microbatches: int | None) -> lis
     """
     given = [float(weight) for weight in weights]
     if num_microbatches is not None and len(given) != num_microbatches:
-        raise ValueError(f"weights: there must be one for each of {num_microbatches} micro-batches, got {len(given)}")
+        raise ValueError(f"weights: there must be one for each micro-batch, got {len(given)} and {num_microbatches}")
     if not all(0 <= weight < math.inf for weight in given) or not sum(given):
         raise ValueError(f"weights must be at least 0 and finite, and one of them above 0, got {given}")
     return given

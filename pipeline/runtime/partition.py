@@ -73,9 +73,7 @@ def partition_by_count(num_blocks: int, num_stages: int) -> list[tuple[int, int]
     if num_stages < 1:
         raise ValueError(f"num_stages must be at least 1, got {num_stages}")
     if num_stages > num_blocks:
-        raise ValueError(
-            f"num_stages must be at most the number of layers, got {num_stages} stages and {num_blocks} layers"
-        )
+        raise ValueError(f"num_stages must be at most the number of layers, got {num_stages} and {num_blocks}")
     size, remainder = divmod(num_blocks, num_stages)
     starts = [stage * size + min(stage, remainder) for stage in range(num_stages + 1)]
     return list(pairwise(starts))
@@ -109,7 +107,9 @@ def cut_by_sizes(names: Sequence[str], sizes: Sequence[int]) -> list[StageSpec]:
         ValueError: a size is below 1, or they do not add up to the number of layers.
     """
     if not sizes or min(sizes) < 1 or sum(sizes) != len(names):
-        raise ValueError(f"sizes must be at least 1 and add up to {len(names)} layers, got {list(sizes)}")
+        raise ValueError(
+            f"sizes must be at least 1 and add up to the number of layers, {len(names)}, got {list(sizes)}"
+        )
     has_embedding, has_lm_head = _ends(names)
     num_blocks = count_blocks(names)
 
@@ -143,7 +143,7 @@ def cut_by_weights(names: Sequence[str], weights: Sequence[float], num_stages: i
     Cost: num_stages * layers ** 2 steps.
     """
     if len(weights) != len(names):
-        raise ValueError(f"every layer needs one weight, got {len(weights)} weights and {len(names)} layers")
+        raise ValueError(f"weights must be one for each layer, got {len(weights)} and {len(names)}")
     if not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(f"weights must be at least 0 and finite, got {list(weights)}")
     partition_by_count(len(names), num_stages)  # for its errors

@@ -25,6 +25,7 @@ from minigrad.backend import Array, xp_of
 from minigrad.nn import LayerFactory, ParamGetter, Sequential
 from minigrad.parameter import Parameter
 from minigrad.tensor import Tensor
+from minigrad.words import counted
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.local_stages import LocalStages
 from pipeline.runtime.partition import StageSpec, cut
@@ -91,8 +92,8 @@ class PipelineStage(Sequential):
         specs = cut([name for name, _ in layers], num_stages) if specs is None else specs
         if len(specs) != num_stages or specs[-1].layer_stop != len(layers):
             raise ValueError(
-                f"{schedule.name} needs {num_stages} stages of {len(layers)} layers in all, "
-                f"got specs of {len(specs)} stages and {specs[-1].layer_stop if specs else 0} layers"
+                f"{schedule.name} needs {counted(num_stages, 'stage')} of {counted(len(layers), 'layer')} in all, "
+                f"got specs of {len(specs)} and {specs[-1].layer_stop if specs else 0}"
             )
         skips: StageSkips = {}
         mine = [spec for spec in specs if schedule.rank_of(spec.stage_id, comm.size) == comm.rank]

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from pipeline.schedules.words import counted
+
 Placement = Callable[[int, int], int]
 """`rank_of(stage, num_ranks)`: the rank that owns a stage."""
 
@@ -227,7 +229,8 @@ def check_skips(skips: Skips, num_stages: int) -> None:
     for index, (giver, taker) in enumerate(skips):
         if not 0 <= giver < taker < num_stages:
             raise ValueError(
-                f"a skip connection goes from a stage to a later one, of {num_stages} stages, got {giver}-{taker}"
+                f"a skip connection goes from a stage to a later one, of {counted(num_stages, 'stage')}, "
+                f"got {giver}-{taker}"
             )
         if (giver, taker) in skips[:index]:
             raise ValueError(f"a skip connection is given once, got {giver}-{taker} twice")

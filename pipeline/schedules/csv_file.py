@@ -19,6 +19,7 @@ from pipeline.schedules.action import Action, Kind, ScheduleError
 from pipeline.schedules.drawing.text import draw_order
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.validate import validate
+from pipeline.schedules.words import counted
 
 MOST_LETTERS = 40  # of a cell
 _TORCH = re.compile(r"[0-9]+I[0-9]+|.*OVERLAP_F_B")  # a cell that only PyTorch writes
@@ -93,7 +94,7 @@ def from_text(text: str, name: str) -> Schedule:
 
     def owner(stage: int, ranks: int) -> int:
         if ranks != num_ranks:
-            raise ValueError(f"{name} is written for {num_ranks} ranks, got {ranks}")
+            raise ValueError(f"{name} is written for {counted(num_ranks, 'rank')}, got {ranks}")
         return rank_of[stage]
 
     try:

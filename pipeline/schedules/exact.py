@@ -17,6 +17,7 @@ from pipeline.schedules.integer_program import IntegerProgram
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.search import MEASURES
 from pipeline.schedules.timeline import Timeline
+from pipeline.schedules.words import counted
 
 MOST_ACTIONS = 400
 """How many actions a problem may have in all: more than a solver can order in minutes."""
@@ -64,7 +65,8 @@ def check_solvable(problem: Problem, measure: str) -> None:
     if count > MOST_ACTIONS:
         raise ValueError(
             f"an exact answer is for small problems, of at most {MOST_ACTIONS} actions, got {count}: "
-            f"F, B and W of {problem.num_microbatches} micro-batches on {problem.num_stages} stages"
+            f"F, B and W of {counted(problem.num_microbatches, 'micro-batch')} "
+            f"on {counted(problem.num_stages, 'stage')}"
         )
     for stage, (kept, later) in enumerate(zip(problem.activations, problem.deferred, strict=True)):
         if later > kept:

@@ -20,6 +20,7 @@ from pipeline.schedules.per_stage import PerStage, each
 from pipeline.schedules.schedule import Schedule
 from pipeline.schedules.simulate import simulate
 from pipeline.schedules.timeline import Changes, Timed, Timeline, changes_of
+from pipeline.schedules.words import counted
 
 T = TypeVar("T")
 
@@ -277,7 +278,7 @@ def rank_bytes(
     """
     num_stages = schedule.num_stages(num_ranks)
     if len(stages) != num_stages:
-        raise ValueError(f"{schedule.name} has {num_stages} stages, got {len(stages)}")
+        raise ValueError(f"{schedule.name} has {counted(num_stages, 'stage')}, got {len(stages)}")
     timeline = simulate(schedule.orders(num_ranks, num_microbatches), num_stages=num_stages)
     return Measured(lambda _: stages, num_shards).peaks(timeline, num_stages, schedule.rank_of)
 

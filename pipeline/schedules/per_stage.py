@@ -23,7 +23,7 @@ def each(
     """
     values = tuple(value) if isinstance(value, Sequence) else (value,) * count
     if len(values) != count:
-        raise ValueError(f"{name} must be one number or one for each of {count} {of_what}, got {len(values)} numbers")
+        raise ValueError(f"{name} must be one number or one for each of the {of_what}, got {len(values)} for {count}")
     if not all((x > 0 or (x == 0 and not positive)) and (x < math.inf or infinite) for x in values):
         least = "positive" if positive else "at least 0"
         raise ValueError(f"{name} must be {least}{'' if infinite else ' and finite'}, got {value}")

@@ -75,7 +75,7 @@ class Problem:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         owners = [rank_of(stage, num_ranks) for stage in range(num_stages)]
         if sorted(set(owners)) != list(range(num_ranks)):
-            raise ValueError(f"every one of {num_ranks} ranks needs a stage, got stages on ranks {owners}")
+            raise ValueError(f"every rank below {num_ranks} needs a stage, got stages on ranks {owners}")
         delays = each("latency", latency, num_stages - 1, "boundaries")
         problem = cls(
             num_ranks,

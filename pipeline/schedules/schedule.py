@@ -22,6 +22,7 @@ from pipeline.schedules.orders import (
     zero_bubble_h2,
 )
 from pipeline.schedules.v_orders import dualpipev, dualpipev_overlap, v_half, v_min
+from pipeline.schedules.words import counted
 
 Order = Callable[[int, int, int], list[Action]]
 """`order(rank, num_ranks, num_microbatches)`: the compute actions of one rank."""
@@ -80,7 +81,8 @@ class Schedule:
                 raise ValueError(f"{what} must be at least 1, got {count}")
         if self.sizes not in (None, (num_ranks, num_microbatches)):
             raise ValueError(
-                f"{self.name} is written for {self.sizes[0]} ranks and {self.sizes[1]} micro-batches, "
+                f"{self.name} is written for {counted(self.sizes[0], 'rank')} and "
+                f"{counted(self.sizes[1], 'micro-batch')}, "
                 f"got {num_ranks} and {num_microbatches}"
             )
 

@@ -30,6 +30,7 @@ from pipeline.schedules.lower import lower
 from pipeline.schedules.problem import Problem
 from pipeline.schedules.schedule import SCHEDULES, Schedule, round_robin, v_shape
 from pipeline.schedules.timeline import Timeline
+from pipeline.schedules.words import counted
 
 MEASURES: dict[str, Callable[[Timeline], float]] = {
     "makespan": lambda timeline: timeline.makespan,
@@ -175,7 +176,7 @@ def search(
             bounds.append(Bound(best[0], "all orders: none that could be shorter is left"))
             break
     if best is None:
-        raise ValueError(f"no order that fits was found in {tries} tries")
+        raise ValueError(f"no order that fits was found in {counted(tries, 'attempt')}")
     schedule = from_text(dump(best[2]), name)  # which validates it
     programs = lower(best[2], rank_of=problem.rank_of, num_stages=problem.num_stages)
     check_deadlock_free(programs, rank_of=problem.rank_of, num_stages=problem.num_stages)

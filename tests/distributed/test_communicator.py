@@ -14,6 +14,7 @@ from wide_sums import in_both_dtypes, wide_bytes
 
 from distributed import LocalWorld, ReduceOp, SoloCommunicator
 from distributed.comm.transfer import longest_message
+from minigrad.words import counted
 
 pytestmark = pytest.mark.every_world
 
@@ -729,11 +730,11 @@ def test_time_in_waits_adds_up_over_a_communicator_and_its_splits(ranks):
         (lambda comm, a: comm.irecv(a, source=0, tag=comm.max_tag + 1), "irecv needs a tag in 0..{max_tag}, got "),
         (
             lambda comm, a: comm.all_to_all(np.zeros(comm.size + 1)),
-            "all_to_all needs one row for each of {size} ranks, got shape",
+            "all_to_all needs one row for each of {ranks}, got shape",
         ),
         (
             lambda comm, a: comm.all_to_all(np.zeros(())),
-            "all_to_all needs one row for each of {size} ranks, got shape ()",
+            "all_to_all needs one row for each of {ranks}, got shape ()",
         ),
         (lambda comm, a: comm.split(color=-1), "split needs color >= 0, got -1"),
         (
@@ -748,7 +749,9 @@ def test_time_in_waits_adds_up_over_a_communicator_and_its_splits(ranks):
 )
 def test_values_out_of_range_are_refused(ranks, call, rule):
     def program(comm):
-        message = rule.format(last=comm.size - 1, size=comm.size, max_tag=comm.max_tag)
+        message = rule.format(
+            last=comm.size - 1, size=comm.size, ranks=counted(comm.size, "rank"), max_tag=comm.max_tag
+        )
         with pytest.raises(ValueError, match=re.escape(message)):
             call(comm, np.zeros((2, 2)))
 

@@ -131,8 +131,8 @@ def test_going_back_draws_the_same_again() -> None:
         ({"rank": 2, "size": 2}, "rank must be from 0 to size - 1, got rank=2 and size=2"),
         ({"rank": -1}, "rank must be from 0 to size - 1, got rank=-1 and size=1"),
         ({"size": 0}, "rank must be from 0 to size - 1, got rank=0 and size=0"),
-        ({"size": 5}, "batch_size must give each replica a sample, got 4 for 5 replicas"),
-        ({"batch_size": 0}, "batch_size must give each replica a sample, got 0 for 1 replicas"),
+        ({"size": 5}, "batch_size must give each replica a sample, got 4 and 5"),
+        ({"batch_size": 0}, "batch_size must give each replica a sample, got 0 and 1"),
         ({"seed": -1}, r"seed must be from 0 to 2\*\*64 - 1, got -1"),
         ({"seed": 2**64}, r"seed must be from 0 to 2\*\*64 - 1, got 18446744073709551616"),
     ],
@@ -318,5 +318,5 @@ def test_a_dataset_smaller_than_the_world_is_gone_through_as_often_as_it_takes()
     taken = [sampler.next().tolist() for _ in range(3) for sampler in samplers]
     assert all(len(own) == 1 for own in taken)
     assert sorted(sample for own in taken for sample in own) == sorted([0, 1, 2] * 4)
-    with pytest.raises(ValueError, match="batch_size must give each replica a sample, got 3 for 4 replicas"):
+    with pytest.raises(ValueError, match="batch_size must give each replica a sample, got 3 and 4"):
         Sampler(3, batch_size=3, seed=0, rank=0, size=4)

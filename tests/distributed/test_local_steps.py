@@ -352,7 +352,7 @@ def test_who_forgets_walks_as_at_first(num_before):
     ("how", "message"),
     [
         ({"every": 5, "num_fragments": 2}, "every must be a multiple of num_fragments, got 5 and 2"),
-        ({"every": 6, "num_fragments": 3}, "there are 2 parameters, too few for 3 fragments"),
+        ({"every": 6, "num_fragments": 3}, "3 fragments need as many parameters, got 2"),
         ({"every": 6, "num_fragments": 2, "delay": 3}, "delay must be at least 0 and below the 3 steps"),
         ({"every": 6, "alpha": 1.5}, "alpha must be from 0 to 1, got 1.5"),
     ],

@@ -178,7 +178,7 @@ def test_a_step_that_is_not_finite_in_one_replica_is_skipped_on_all_ranks(ranks)
             x, y = (own_part(mesh, array) for array in batch(step, 0, sum(SAMPLES[mesh.dp.size])))
             before = [p.data.copy() for p in pipe.stages.parameters()]
             if step == 4:
-                with pytest.raises(FloatingPointError, match="no more than 1 steps in a row are skipped"):
+                with pytest.raises(FloatingPointError, match="no more than 1 step in a row are skipped"):
                     trainer.step(x, y)
                 continue
             skipped.append(trainer.step(x, y).num_skipped)

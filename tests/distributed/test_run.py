@@ -261,7 +261,7 @@ def test_a_finished_run_is_left_as_it_is(capfd: pytest.CaptureFixture[str]) -> N
     run = train(replace(SETTINGS, resume="auto", quiet=False, save_every=1, batch=2))
     assert run.stopped
     assert contents(run.folder) == before
-    assert "all 6 steps are done: --steps 12 would do more" in capfd.readouterr().out
+    assert "nothing is left of 6 steps: --steps 12 would do more" in capfd.readouterr().out
 
 
 def test_a_run_that_was_done_but_not_summed_up_is_summed_up() -> None:

@@ -350,7 +350,7 @@ def test_a_loss_scale_needs_a_norm_and_a_state_of_its_own_kind() -> None:
     optimizer = Optimizer([w], AdamW(0.1), max_norm=np.inf, loss_scale=LossScale(max_in_a_row=1))
     w.grad = np.full(2, np.nan, np.float32)
     optimizer.step()
-    with pytest.raises(FloatingPointError, match="no more than 1 steps in a row"):
+    with pytest.raises(FloatingPointError, match="no more than 1 step in a row"):
         optimizer.step()
 
 

@@ -58,7 +58,7 @@ def test_times_reach_the_simulator(capsys):
         (["compare", "--forward", "1,1"], "argument --forward: must be a number above 0, got '1,1'"),
         (
             ["compare", "1f1b", "zbv", "--message-bytes", "1,2,3"],
-            "--message-bytes must be one number or one for each of 7 boundaries between stages under zbv, got 3",
+            "--message-bytes must be one number or one for each of the boundaries between stages under zbv, got 3 for",
         ),
         (["draw", "1f1b", "--latency", "-1"], "argument --latency: must be a number of at least 0, got '-1'"),
         (["draw", "1f1b", "--latency", "inf"], "argument --latency: must be a number of at least 0, got 'inf'"),
@@ -67,11 +67,11 @@ def test_times_reach_the_simulator(capsys):
         (["draw", "1f1b", "--message-bytes", "-1"], "--message-bytes: must be a number of at least 0, or several with"),
         (
             ["draw", "1f1b", "--message-bytes", "1,2,3,4"],
-            "--message-bytes must be one number or one for each of 3 boundaries between stages, got 4 numbers",
+            "--message-bytes must be one number or one for each of the boundaries between stages, got 4 for 3",
         ),
         (
             ["draw", "1f1b", "--backward-input", "1,2"],
-            ": --backward-input must be one number or one for each of 4 stages, got 2 numbers",
+            ": --backward-input must be one number or one for each of the stages, got 2 for 4",
         ),
         (["draw", "1f1b", "--forward", "1,"], "--forward: must be a number above 0, or several with commas, got '1,'"),
         (["draw", "1f1b", "--forward", "1,0,1,1"], "--forward: must be a number above 0, or several with commas, got"),

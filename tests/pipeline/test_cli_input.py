@@ -124,7 +124,7 @@ def test_check_at_other_sizes_than_a_file_has(tmp_path, capsys):
     path = tmp_path / "own.csv"
     path.write_text("0F0,0BW0\n1F0,1BW0\n")
     status, _, err = run(["check", str(path), "--ranks", "3"], capsys)
-    assert (status, err) == (2, "python -m pipeline: own.csv is written for 2 ranks and 1 micro-batches, got 3 and 1\n")
+    assert (status, err) == (2, "python -m pipeline: own.csv is written for 2 ranks and 1 micro-batch, got 3 and 1\n")
 
 
 def test_a_picture_of_very_different_times_stays_a_picture(tmp_path, capsys):
@@ -328,5 +328,5 @@ def test_a_sweep_calls_a_flag_by_its_name(capsys):
     status, _, err = run(["sweep", "1f1b", "--ranks", "4,5", "--message-bytes", "1,2,3"], capsys)
     assert (status, err) == (
         2,
-        "python -m pipeline: --message-bytes must be one number or one for each of 4 boundaries, got 3 numbers\n",
+        "python -m pipeline: --message-bytes must be one number or one for each of the boundaries, got 3 for 4\n",
     )

@@ -83,7 +83,9 @@ def test_a_search_in_bytes_between_stages_keeps_to_placements_of_these_stages():
     """Sizes of seven boundaries, of two stages a rank, were cut to the first three for one stage a rank."""
     work = Work(message_bytes=(0.0, 0, 0, 9, 9, 9, 9), bandwidth=1)
     assert searched(4, 4, work, num_tries=2).num_chunks == 2
-    with pytest.raises(ValueError, match="message_bytes must be one number or one for each of 3 boundaries, got 4"):
+    with pytest.raises(
+        ValueError, match="message_bytes must be one number or one for each of the boundaries, got 4 for 3"
+    ):
         searched(4, 4, Work(message_bytes=(0.0,) * 4), num_tries=2)
 
 

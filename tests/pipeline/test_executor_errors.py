@@ -88,7 +88,7 @@ def integer_input_grads(pipe):
 
 STEP_MISTAKES = {
     no_input: (ValueError, "the first stage needs an input x, got None"),
-    few_samples: (ValueError, "got 2 samples and 3 micro-batches"),
+    few_samples: (ValueError, "got 2 and 3"),
     other_samples: (ValueError, "same samples in every micro-batch, got 7 and 6 in all"),
     no_targets: (ValueError, "the last stage needs targets y, got None"),
     integer_input_grads: (ValueError, "input_grads needs a floating point x, got int64"),

@@ -142,7 +142,7 @@ def test_more_micro_batches_than_the_executor_was_made_for_are_refused(ranks):
         pipe = connect(comm, LAYERS, schedule="1f1b", num_microbatches=2)
         with pytest.raises(ValueError, match="x: num_microbatches is 2, got a list of 3"):
             pipe.predict([X[:1], X[1:2], X[2:]])
-        with pytest.raises(ValueError, match=r"a batch needs at least one sample for each micro-batch, got 0 samples"):
+        with pytest.raises(ValueError, match=r"a batch needs at least one sample for each micro-batch, got 0 and "):
             pipe.predict(X[:0])
 
     ranks.run(program)

@@ -78,7 +78,7 @@ ONE_RANK = {  # what (x, y) are on the ends, what else changes -> the message, w
     ),
     "no axis": ({"x": np.float64(1)}, {}, "rank 0.*a batch needs a first axis of samples, got a scalar"),
     "no axis of y": ({"y": np.float64(1)}, {}, "rank {last}.*a batch needs a first axis of samples, got a scalar"),
-    "few": ({"x": X[:2]}, {}, "rank 0.*at least one sample for each micro-batch, got 2 samples and 3 micro-batches"),
+    "few": ({"x": X[:2]}, {}, "rank 0.*at least one sample for each micro-batch, got 2 and 3"),
     "count": ({"x": [X]}, {}, "rank 0.*x: num_microbatches is 3, got a list of 1"),
     "count of y": ({"y": [Y, Y]}, {}, "rank {last}.*y: num_microbatches is 3, got a list of 2"),
     "empty": ({"x": [X, X[:0], X]}, {}, r"rank 0.*x: micro-batch 1 needs a first axis of samples, got shape \(0, 5\)"),

@@ -48,8 +48,8 @@ def test_an_array_is_split_and_a_list_of_lists_is_two_micro_batches():
     ("batch", "message"),
     [
         (np.float32(1), "a batch needs a first axis of samples, got a scalar of dtype float32"),
-        (np.zeros((2, 5)), "at least one sample for each micro-batch, got 2 samples and 3 micro-batches"),
-        (np.zeros((0, 5)), "got 0 samples and 3 micro-batches"),
+        (np.zeros((2, 5)), "at least one sample for each micro-batch, got 2 and 3"),
+        (np.zeros((0, 5)), "got 0 and 3"),
         ([np.zeros(2)] * 2, "x: num_microbatches is 3, got a list of 2"),
         ([np.zeros(2), np.zeros(()), np.zeros(2)], r"x: micro-batch 1 needs a first axis of samples, got shape \(\)"),
         ([np.zeros(2), np.zeros(2), np.zeros((0, 4))], r"x: micro-batch 2 needs a first axis of samples, got .*\(0, 4"),

@@ -36,7 +36,7 @@ def test_parts_are_contiguous_and_differ_by_one_at_most(num_stages, more):
     "cut_blocks", [lambda n: partition_by_count(4, n), lambda n: cut(["embed", *"abcd", "head"], n)]
 )
 def test_every_stage_has_a_block(cut_blocks):
-    message = "num_stages must be at most the number of layers, got 5 stages and 4 layers"
+    message = "num_stages must be at most the number of layers, got 5 and 4"
     with pytest.raises(ValueError, match=message):
         cut_blocks(5)
     with pytest.raises(ValueError, match="num_stages must be at least 1, got 0"):
@@ -66,7 +66,7 @@ def test_only_the_ends_are_special():
 
 def test_a_model_without_blocks_cannot_be_cut():
     for names in ([], ["embed"], ["embed", "head"]):
-        with pytest.raises(ValueError, match="got 1 stages and 0 layers"):
+        with pytest.raises(ValueError, match="got 1 and 0"):
             cut(names, 1)
 
 
@@ -100,7 +100,7 @@ def test_sizes_say_where_to_cut():
 
 @pytest.mark.parametrize("sizes", [[], [5, 0], [6, -1], [2, 2], [3, 3]])
 def test_sizes_cover_the_layers(sizes):
-    with pytest.raises(ValueError, match="sizes must be at least 1 and add up to 5 layers, got "):
+    with pytest.raises(ValueError, match="sizes must be at least 1 and add up to the number of layers, 5, got "):
         cut_by_sizes(NAMES, sizes)
 
 
@@ -142,10 +142,10 @@ def test_no_cut_has_a_lighter_heaviest_stage_nor_is_more_even(weights, data):
 @pytest.mark.parametrize(
     ("weights", "num_stages", "message"),
     [
-        ([1, 1], 2, "every layer needs one weight, got 2 weights and 5 layers"),
+        ([1, 1], 2, "weights must be one for each layer, got 2 and 5"),
         ([1, 1, -1, 1, 1], 2, r"weights must be at least 0 and finite, got \[1, 1, -1, 1, 1\]"),
         ([1, 1, float("nan"), 1, 1], 2, "weights must be at least 0 and finite"),
-        ([1, 1, 1, 1, 1], 6, "num_stages must be at most the number of layers, got 6 stages and 5 layers"),
+        ([1, 1, 1, 1, 1], 6, "num_stages must be at most the number of layers, got 6 and 5"),
         ([1, 1, 1, 1, 1], 0, "num_stages must be at least 1, got 0"),
     ],
 )

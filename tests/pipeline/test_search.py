@@ -226,8 +226,8 @@ def test_a_full_backward_counts_as_its_halves():
     [
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
         ({"num_microbatches": 0}, "num_microbatches must be at least 1, got 0"),
-        ({"num_stages": 1}, r"every one of 2 ranks needs a stage, got stages on ranks \[0\]"),
-        ({"forward": [1, 1, 1]}, "forward must be one number or one for each of 2 stages, got 3 numbers"),
+        ({"num_stages": 1}, r"every rank below 2 needs a stage, got stages on ranks \[0\]"),
+        ({"forward": [1, 1, 1]}, "forward must be one number or one for each of the stages, got 3 for 2"),
         ({"backward_weight": 0}, "backward_weight must be positive and finite, got 0"),
         ({"latency": -1}, "latency must be at least 0 and finite, got -1"),
         ({"activations": float("nan")}, "activations must be at least 0 and finite, got nan"),

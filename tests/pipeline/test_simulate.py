@@ -165,13 +165,13 @@ def test_a_rank_that_waits_for_ever_is_named():
         ({"forward": float("inf")}, "forward must be positive and finite, got inf"),
         ({"backward_input": [1, -1]}, r"backward_input must be positive and finite, got \[1, -1\]"),
         ({"backward_weight": float("nan")}, "backward_weight must be positive and finite, got nan"),
-        ({"forward": [1, 2, 3]}, "forward must be one number or one for each of 2 stages, got 3 numbers"),
+        ({"forward": [1, 2, 3]}, "forward must be one number or one for each of the stages, got 3 for 2"),
         ({"latency": -1}, "latency must be at least 0 and finite, got -1"),
         ({"latency": float("inf")}, "latency must be at least 0 and finite, got inf"),
         ({"bandwidth": 0}, "bandwidth must be positive, got 0"),
         ({"bandwidth": float("nan")}, "bandwidth must be positive, got nan"),
         ({"message_bytes": -1}, "message_bytes must be at least 0 and finite, got -1"),
-        ({"message_bytes": [1, 2]}, "message_bytes must be one number or one for each of 1 boundaries, got 2 numbers"),
+        ({"message_bytes": [1, 2]}, "message_bytes must be one number or one for each of the boundaries, got 2 for 1"),
     ],
 )
 def test_times_are_checked(options, message):

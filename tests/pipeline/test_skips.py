@@ -88,7 +88,7 @@ def test_its_messages_take_their_time():
     assert late.rows[0][1].start == late.rows[2][1].end + 0.5 + 5
     two = simulate(orders, num_stages=3, skips=[(0, 2), (1, 2)], skip_bytes=[1, 8], bandwidth=1)
     assert two.rows[2][0].start == 2 + 8
-    with pytest.raises(ValueError, match="skip_bytes must be one number or one for each of 1 skips, got 2 numbers"):
+    with pytest.raises(ValueError, match="skip_bytes must be one number or one for each of the skips, got 2 for 1"):
         simulate(orders, num_stages=3, skips=[(0, 2)], skip_bytes=[1, 2])
 
 
@@ -105,7 +105,7 @@ def test_what_waits_takes_memory_where_it_was_made():
     assert row == [1]
     forwards = simulate([[F(0, 0)], [F(1, 0)], [F(2, 0)]], num_stages=3)
     assert forwards.peak_memory(1, 0, skips=[(0, 2)]) == [1, 0, 0]
-    with pytest.raises(ValueError, match="skip_memory must be one number or one for each of 1 skips, got 2 numbers"):
+    with pytest.raises(ValueError, match="skip_memory must be one number or one for each of the skips, got 2 for 1"):
         timeline.peak_memory(0, 0, skips=[(0, 2)], skip_memory=[1, 2])
 
 

@@ -94,7 +94,7 @@ def test_a_stage_says_which_part_it_is(ranks):
 
 def test_more_stages_than_layers_are_refused_on_every_rank(ranks):
     def program(comm):
-        message = f"at most the number of layers, got {comm.size} stages and {comm.size - 1} layers"
+        message = f"at most the number of layers, got {comm.size} and {comm.size - 1}"
         with pytest.raises(ValueError, match=message):
             PipelineStage.of(LAYERS[:1] * (comm.size - 1), comm, ONE)
         comm.barrier()

@@ -84,7 +84,7 @@ def test_replicas_with_other_numbers_of_targets_weigh_by_them(ranks, schedule):
 @pytest.mark.parametrize(
     ("of_rank", "message"),
     [
-        ({-1: [1, 2]}, "there must be one for each of 3 micro-batches, got 2"),
+        ({-1: [1, 2]}, "there must be one for each micro-batch, got 2 and 3"),
         ({-1: [1, -1, 2]}, r"at least 0 and finite, and one of them above 0, got \[1.0, -1.0, 2.0\]"),
         ({-1: [1, np.nan, 2]}, "at least 0 and finite"),
         ({-1: [0, 0, 0]}, "one of them above 0"),

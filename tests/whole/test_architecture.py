@@ -100,6 +100,7 @@ RULES = {
             "numpy",
             "minigrad.backend",
             "minigrad.kernels",
+            "minigrad.words",
             "distributed.comm.mpi.communicator",  # what `world` starts
             "distributed.comm.mpi.lifetime",
             "distributed.comm.nccl.communicator",
@@ -114,7 +115,8 @@ RULES = {
         "distributed.comm.nccl.messages -> distributed.comm.mpi.progress",
     ),
     "distributed.comm.mpi": Rule(
-        {"numpy", "mpi4py", "minigrad.backend", "distributed.comm"}, "distributed.comm.mpi.reduction -> minigrad.tensor"
+        {"numpy", "mpi4py", "minigrad.backend", "minigrad.words", "distributed.comm"},
+        "distributed.comm.mpi.reduction -> minigrad.tensor",
     ),
     "distributed": Rule(
         {"numpy", "minigrad", "minigrad.nn", "minigrad.optim", "distributed.comm", "distributed.data"},
@@ -144,7 +146,15 @@ RULES = {
         RANKS | TRAINED | {"minigrad.nn"}, "distributed.recovery.attempts -> distributed.data_parallel.ddp"
     ),
     "distributed.data": Rule(
-        {"numpy", "tokenizers", "minigrad.backend", "minigrad.command_parser", "minigrad.extras", "minigrad.files"},
+        {
+            "numpy",
+            "tokenizers",
+            "minigrad.backend",
+            "minigrad.command_parser",
+            "minigrad.extras",
+            "minigrad.files",
+            "minigrad.words",
+        },
         "distributed.data.batches -> distributed.comm.world",
     ),
     "distributed.trace": Rule(

@@ -37,6 +37,7 @@ from distributed.comm.settings import Settings
 from distributed.comm.topology import short_name
 from distributed.comm.transfer import as_bytes, message_size_error
 from distributed.comm.work import Array, Work
+from minigrad.words import counted
 
 _GPU_CALLS = ("broadcast", "allreduce", "isend", "irecv")  # those that work in place, with nothing of ours in between
 
@@ -430,4 +431,4 @@ def _receive(request: MPI.Request, array: Array, source: int, tag: int) -> Steps
 
 
 def _spec(array: Array) -> str:
-    return f"{describe_array(array)}, {array.nbytes} bytes"
+    return f"{describe_array(array)}, {counted(array.nbytes, 'byte')}"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.schedules.action import Action
 from pipeline.schedules.timeline import Timeline, stages_in
+from pipeline.schedules.words import counted
 
 MOST_LETTERS = 1_000_000  # of a drawing against time
 MOST_CELLS = 400  # of orders that are drawn whole
@@ -47,7 +48,7 @@ def draw(timeline: Timeline, *, width: int | None = None) -> str:
     if not num_letters <= MOST_LETTERS:
         raise ValueError(
             f"a drawing has at most {MOST_LETTERS:,} letters, got {num_letters:,.3g}: the shortest action takes "
-            f"{shortest:g} of {timeline.makespan:g} in all, on {len(timeline.rows)} ranks"
+            f"{shortest:g} of {timeline.makespan:g} in all, on {counted(len(timeline.rows), 'rank')}"
         )
 
     def place(time: float) -> int:
