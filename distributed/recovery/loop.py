@@ -52,7 +52,7 @@ class Recovery:
         steps = f"{counted(self.num_redone, 'step')} {'is' if self.num_redone == 1 else 'are'}"
         redone = f", {steps} done again" if self.num_redone else ""
         goes_on = f"{counted(self.num_ranks, 'rank')} {'goes' if self.num_ranks == 1 else 'go'}"
-        return f"{died}healed in {self.seconds:.1f} s: {goes_on} on at step {self.step}, from {self.source}{redone}"
+        return f"{died}healed in {self.seconds:.1f} s: {goes_on} on after step {self.step}, from {self.source}{redone}"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
     runs/train_gpt-20261128-041500/
         settings.json       what was chosen, and what --resume starts from
-        metrics.jsonl       one line a step
+        metrics.jsonl       one line a step; `step` counts from 0, as the loop does
         checkpoints/        see distributed/checkpoint/files.py
         pid                 the process of rank 0, while the run goes on
         summary.json        at the end, with loss.png, throughput.png, exposed_communication.png and timeline.*
@@ -162,21 +162,21 @@ class RunFolder:
         with atomic_write(self.path / SUMMARY) as path:
             path.write_text(to_json(summary, indent=2) + "\n")
 
-    def draw(self, events: Sequence[Event] | None, step: int, *, loss_unit: str) -> list[str]:
-        """Draw the metrics, and what ran when in a recorded step.
+    def draw(self, events: Sequence[Event] | None, num_steps: int, *, loss_unit: str) -> list[str]:
+        """Draw the metrics, and what ran when in the last step.
 
         A pipeline's timeline is drawn beside what it should have been. A picture is never worth a run: what goes wrong
         with one, whatever it is, comes back as a line.
 
         Args:
-            events: of the step that was recorded, in order of their start; None or empty where none was.
-            step: its number.
+            events: of that step, in order of their start; None or empty where none was recorded.
+            num_steps: of the run.
             loss_unit: nats, say.
         """
         faults = []
         for name, draw in {
             "plots": lambda: draw_plots(self.path, loss_unit=loss_unit),
-            "timeline": lambda: self._draw_timeline(events or [], step),
+            "timeline": lambda: self._draw_timeline(events or [], num_steps),
         }.items():
             try:
                 draw()
@@ -184,12 +184,12 @@ class RunFolder:
                 faults.append(f"no {name}: {_one_line(error)}")
         return faults
 
-    def _draw_timeline(self, events: Sequence[Event], step: int) -> None:
+    def _draw_timeline(self, events: Sequence[Event], num_steps: int) -> None:
         if not events:
             return
         (self.path / "timeline.json").write_text(perfetto(events))
         predicted = events_of(predict(timeline(events)), seconds=1.0) if is_of_schedule(events) else []
-        page = trace_picture(events, f"step {step}", predicted=predicted)
+        page = trace_picture(events, f"step {num_steps} of {num_steps}", predicted=predicted)
         (self.path / "timeline.svg").write_text(svg(page))
 
 

@@ -88,7 +88,7 @@ class Record:
             events: of that step; empty where it was not recorded.
             loss_unit: nats, say.
         """
-        for fault in self.folder.draw(events, self._settings.steps - 1, loss_unit=loss_unit):
+        for fault in self.folder.draw(events, self._settings.steps, loss_unit=loss_unit):
             warn(fault)
 
     def close(self) -> None:

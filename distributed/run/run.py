@@ -339,7 +339,7 @@ class Run:
             return 0
         loaded = checkpoints.load(None if resume == "auto" else resume)
         if loaded is None:
-            self.warn(f"--resume auto finds nothing to go on with in {self.folder}: a new run starts there at step 0")
+            self.warn(f"--resume auto finds nothing to go on with in {self.folder}: a new run starts there")
             return 0
         for warning in warnings_of(loaded):
             self.warn(warning)

@@ -144,7 +144,7 @@ def test_a_death_is_told_at_once_by_one_rank_and_who_died_when_it_is_healed():
     _, (_, _, recoveries) = disturbed(4, {0: (1, "hook"), 3: (2, "hook")}, heal=Heal.SHRINK, say=said.append)
     assert said == ["rank 0 died: the others go on without it", "rank 2 died: the others go on without it"]
     assert [recovery.dead for recovery in recoveries] == [(0,), (2,)]  # of three by then
-    words = r"rank 0 died, healed in \d\.\d s: 3 ranks go on at step 1, from a living rank"
+    words = r"rank 0 died, healed in \d\.\d s: 3 ranks go on after step 1, from a living rank"
     assert re.fullmatch(words, str(recoveries[0]))
 
 

@@ -179,7 +179,7 @@ def test_a_signal_in_the_last_step_is_the_end_as_it_is() -> None:
 
 def test_nothing_to_resume_starts_anew(capfd: pytest.CaptureFixture[str]) -> None:
     run = train(replace(SETTINGS, resume="auto", quiet=False))
-    line = "--resume auto finds nothing to go on with in run: a new run starts there at step 0"
+    line = "--resume auto finds nothing to go on with in run: a new run starts there"
     assert line in capfd.readouterr().err.splitlines()
     assert len(lines(run)) == NUM_STEPS
 

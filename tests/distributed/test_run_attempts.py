@@ -128,7 +128,7 @@ def test_each_step_has_one_line_whoever_dies(
     told, healed = capfd.readouterr().err.splitlines()
     assert told.startswith(f"rank {rank} died")
     assert f"rank {rank} died, healed in " in healed
-    assert f"{ranks} ranks go on at step {redone}, from a living rank" in healed
+    assert f"{ranks} ranks go on after step {redone}, from a living rank" in healed
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
         "latest",
         "step-00000004",
@@ -148,7 +148,7 @@ def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(
     first = step - step % 2 if step > 1 else 0
     assert found[first]["redone_steps"] == step - first
     said = capfd.readouterr().err
-    assert f"2 ranks go on at step {first}, from {source}, 1 step is done again" in said
+    assert f"2 ranks go on after step {first}, from {source}, 1 step is done again" in said
     assert "finds nothing to go on with" not in said, "nobody has asked for it"
 
 
@@ -160,7 +160,7 @@ def test_a_run_that_began_at_a_checkpoint_goes_back_there_until_it_has_one_of_it
     settings = replace(SETTINGS, resume="before/checkpoints/step-00000001", save_every=save_every)
     found = train(settings, (1, 3, "reduced"), size=2, pp=2)
     assert of_steps(found) == of_steps(expected)
-    assert f"2 ranks go on at step {first}, from the last checkpoint" in capfd.readouterr().err
+    assert f"2 ranks go on after step {first}, from the last checkpoint" in capfd.readouterr().err
 
 
 def test_who_goes_on_says_once_how_to_end_it(capfd: pytest.CaptureFixture[str]) -> None:

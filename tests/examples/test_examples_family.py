@@ -109,7 +109,8 @@ def test_replicas_without_a_pipeline_have_a_timeline(text_runs: Runs) -> None:
     folder, printed = text_runs("gpt_ddp")
     assert "buckets were there when the backward ended" in printed
     page = (folder / "timeline.svg").read_text()
-    assert all(f">{words}</text>" in page for words in ("step 5", "rank 0", "rank 1", "backward", "bucket under way"))
+    words = ("step 6 of 6", "rank 0", "rank 1", "backward", "bucket under way")
+    assert all(f">{each}</text>" in page for each in words)
     events = [
         event for event in json.loads((folder / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"
     ]

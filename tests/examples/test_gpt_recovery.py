@@ -28,7 +28,7 @@ def test_the_loss_goes_on_as_if_nothing_had_happened(tmp_path: Path, tmp_path_fa
     assert [int(line.split()[1][:-1]) for line in steps] == list(range(NUM_STEPS))
     said, healed = deaths
     assert said == "rank 1 died: a new rank takes its place"
-    assert re.fullmatch(r"rank 1 died, healed in \d+\.\d s: 2 ranks go on at step \d+, from a living rank", healed)
+    assert re.fullmatch(r"rank 1 died, healed in \d+\.\d s: 2 ranks go on after step \d+, from a living rank", healed)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_the_timeline_shows_the_last_step_on_every_rank(runs: dict[str, Run]) ->
         }
         assert any(category.startswith("bucket") for category in mine.values())
     page = (folder / "timeline.svg").read_text()
-    words = ("step 3", "measured", "forward", "backward", "waits", "bucket under way", "0 ms")
+    words = ("step 4 of 4", "measured", "forward", "backward", "waits", "bucket under way", "0 ms")
     assert all(f">{each}</text>" in page for each in words)
     predicted, measured = page.split(">measured</text>")
     assert predicted.count(">rank ") == measured.count(">rank ") == 4

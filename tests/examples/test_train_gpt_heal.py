@@ -84,7 +84,7 @@ def test_a_healed_run_has_each_step_once_and_the_weights_of_an_undisturbed_one(
     assert [line["redone_steps"] for line in lines if "redone_steps" in line] == [0]
     assert len(set(re.findall(r"kill -TERM (\d+) saves", output))) == 2  # of rank 0, then of who took its place
     assert f"rank 0 died: {follows}\n" in errors
-    healed = r"rank 0 died, healed in \d+\.\d s: 2 ranks go on at step \d+, from a living rank\n"
+    healed = r"rank 0 died, healed in \d+\.\d s: 2 ranks go on after step \d+, from a living rank\n"
     assert re.search(healed, errors)
     names = {path.name for path in (tmp_path / "healed").iterdir()}
     assert {"summary.json", "checkpoints"} <= names
@@ -103,7 +103,7 @@ def test_a_run_whose_every_process_is_killed_goes_on_from_its_checkpoint(
     assert code == 0, errors
     check_same(output, metrics_of(tmp_path / "healed"), alone)
     assert re.search(r"the job was lost after \d+ steps? \(mpirun died of SIGKILL\): all ranks start again\n", errors)
-    again = r"2 ranks go on at step (20|40|60|80), from the last checkpoint(, \d+ steps? (is|are) done again)?\n"
+    again = r"2 ranks go on after step (20|40|60|80), from the last checkpoint(, \d+ steps? (is|are) done again)?\n"
     assert re.search(again, errors), errors
 
 
