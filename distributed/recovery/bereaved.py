@@ -26,6 +26,7 @@ class Bereaved:
         self._pid = pid
         self._last_look = float("-inf")
         self._last_alive: float | None = None
+        self._alive: set[int] = set()  # children, when somebody last looked
         self._ranks: set[int] = set()  # children that have been seen to run a rank's program
         self._first_loss: float | None = None
 
@@ -36,19 +37,22 @@ class Bereaved:
         return 0.0 if self._last_alive is None else max(0.0, now - self._last_alive - _LOOK_SECONDS)
 
     def seconds_without_a_rank(self) -> float:
-        """Return how long ago a rank was first seen dead; 0 where none was. Of ranks on this host.
+        """Return how long ago a rank was first seen dead; 0 where none was, or where nobody waits for it.
 
-        It looks at each call: a rank that was never seen alive is not missed.
+        Of ranks on this host. Only one that has loaded MPI waits: ranks of a script that never asks for a world come to
+        their ends when they like. It looks at each call: a rank that was never seen alive is not missed.
         """
         now = self._look(every=0.0)
-        return 0.0 if self._first_loss is None else now - self._first_loss
+        if self._first_loss is None or not any(map(_has_loaded_mpi, self._alive & self._ranks)):
+            return 0.0
+        return now - self._first_loss
 
     def _look(self, every: float = _LOOK_SECONDS) -> float:
         """Look at the children, if nobody has for so many seconds; return the time."""
         now = time.monotonic()
         if now >= self._last_look + every:
             self._last_look = now
-            alive = {child for child in _children(self._pid) if is_running(child)}
+            self._alive = alive = {child for child in _children(self._pid) if is_running(child)}
             if alive:
                 self._last_alive = now
             if self._first_loss is None and self._ranks - alive:
@@ -73,4 +77,11 @@ def _runs_a_rank(pid: int) -> bool:
     try:
         return b"mpi4py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
+        return False
+
+
+def _has_loaded_mpi(pid: int) -> bool:
+    try:
+        return b"/libmpi" in Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:  # it is gone
         return False
