@@ -67,6 +67,28 @@ class Case:
     dtype: Any = np.float64
     rtol: float = 1e-10
 
+    def __post_init__(self) -> None:
+        """Refuse what is no model or no data.
+
+        Raises:
+            TypeError: layers or batches are not pairs.
+        """
+        for what, pairs, of_what in (("layers", self.layers, "(name, factory)"), ("batches", self.batches, "(x, y)")):
+            wrong = pairs if not isinstance(pairs, Sequence) else next((p for p in pairs if not _is_pair(p)), None)
+            if wrong is not None:
+                raise TypeError(f"a case's {what} must be a list of {of_what}, got {wrong!r:.200}")
+
+    def loss(self, output: Any, y: Array) -> Tensor:
+        """Return what loss_fn does.
+
+        Raises:
+            ValueError: that is no tensor.
+        """
+        loss = self.loss_fn(output, y)
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"a case's loss_fn must return a Tensor, the mean loss, got {type(loss).__name__}")
+        return loss
+
 
 @dataclass(frozen=True)
 class Report:
@@ -134,6 +156,10 @@ def verify(
     return report
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
 def _build(case: Case, dtype: Any = None) -> Sequential:
     param = ParamGetter(case.seed, dtype or case.dtype)
     return Sequential(factory(param) for _, factory in case.layers)
@@ -148,7 +174,7 @@ def _train_alone(case: Case) -> list[_Step]:
         values = model.state_dict()
         optimizer.zero_grad()
         with rng.scope(seed=case.seed, step=number):
-            loss = case.loss_fn(model(x), y)
+            loss = case.loss(model(x), y)
         backward(loss)
         norm = grad_norm(params)
         steps.append(_Step(values, loss.item(), _grads(params), norm))
@@ -180,7 +206,7 @@ class _SpreadRun:
         ddp = DistributedDataParallel(stages, mesh.dp, zero=self.zero)
         optimizer = ddp.optimizer(case.rule)
         pipe = PipelineExecutor(
-            stages, mesh.pp, self.schedule, num_microbatches=self.num_microbatches, loss_fn=case.loss_fn
+            stages, mesh.pp, self.schedule, num_microbatches=self.num_microbatches, loss_fn=case.loss
         )
         pipe.check_deadlock_free(ddp)
         largest = 0.0
@@ -272,7 +298,7 @@ class _SpreadRun:
             values = {name: v.astype(dtype) if v.dtype == self.case.dtype else v for name, v in values.items()}
         model.load_state_dict(values)
         with rng.scope(seed=self.case.seed, step=number, first_sample=int(rows[0])):
-            loss = self.case.loss_fn(model(x[rows]), y[rows])
+            loss = self.case.loss(model(x[rows]), y[rows])
         backward_with_grad(loss, weight)
         return _grads(model.parameters())
 

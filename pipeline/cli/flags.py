@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.files import read_text
-from pipeline.schedules.action import Action
+from pipeline.cli.own_code import one_line
+from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.csv_file import dump, from_text, load
 from pipeline.schedules.schedule import Order, Schedule
 from pipeline.schedules.torch_csv import parse_torch
@@ -172,7 +173,7 @@ def find_schedule(name: str, schedules: Mapping[str, Schedule]) -> Schedule:
     if ":" in name:
         found = imported(name, "the schedule")
         if isinstance(found, Schedule):
-            return replace(found, order=_checked(name, found.order))
+            return replace(found, order=_checked(name, found.order), rank_of=_checked_placement(name, found.rank_of))
         if callable(found):  # an order: one stage a rank
             return Schedule(name, _checked(name, found))
         raise ValueError(f"{name} must be a Schedule or an order, a function, got {type(found).__name__}")
@@ -196,6 +197,19 @@ def _checked(name: str, found: Callable[..., Any]) -> Order:
     return order
 
 
+def _checked_placement(name: str, found: Callable[..., Any]) -> Placement:
+    """Return somebody's placement as one that raises no other error than a ValueError."""
+
+    def rank_of(stage: int, num_ranks: int) -> int:
+        try:
+            rank: int = found(stage, num_ranks)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{name} places stage {stage} on no rank: {one_line(error)}") from error
+        return rank
+
+    return rank_of
+
+
 def imported(name: str, what: str, allowed: str = "MODULE:NAME") -> Any:
     """Return what MODULE:NAME stands for; a module may lie in the folder that the command is run in.
 
@@ -210,11 +224,6 @@ def imported(name: str, what: str, allowed: str = "MODULE:NAME") -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the module's own code does
         raise ValueError(f"{what} {name!r} cannot be found: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """Say what an exception says, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def load_torch(path: str) -> list[list[Action]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from minigrad.command_parser import CommandParser
 from pipeline.cli import check, compare, draw, dump, files, memory, repair, search, simulate, sweep, verify
+from pipeline.cli.own_code import one_line, place_of
 
 PROGRAM = "python -m pipeline"
 COMMANDS = {
@@ -24,7 +25,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 2 for a wrong name or value."""
+    """Run one command and return the exit status: 2 for a wrong name or value, or an error in a person's own code."""
     parser = CommandParser(
         prog=PROGRAM,
         description="Look at pipeline schedules, and verify that a model trains in one as in one process.",
@@ -39,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         files.check_files(parsed)
         COMMANDS[parsed.command].run(parsed)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+    except Exception as error:
+        is_of_own_code = place_of(error) is not None
+        if not is_of_own_code and not isinstance(error, (ValueError, RuntimeError, OSError)):
+            raise
+        print(f"{PROGRAM}: {one_line(error) if is_of_own_code else error}", file=sys.stderr)
         return 2
     return 0

@@ -84,7 +84,7 @@ def measure(case: Case, num_microbatches: int) -> Measured:
             case.layers,
             x,
             num_stages=num_stages,
-            loss_fn=lambda output: case.loss_fn(output, y),
+            loss_fn=lambda output: case.loss(output, y),
             rule=case.rule,
             dtype=case.dtype,
         )

@@ -12,6 +12,7 @@ from distributed.comm.world import launched_by_mpi, launcher_rank, world
 from minigrad.models import gpt, mlp
 from minigrad.ops import cross_entropy
 from pipeline.cli import flags
+from pipeline.cli.own_code import one_line
 from pipeline.cli.schedule_flags import AS_WRITTEN
 from pipeline.runtime.partition import count_blocks
 from pipeline.schedules.schedule import SCHEDULES, Schedule
@@ -98,9 +99,7 @@ def find_case(name: str) -> Case:
     try:
         case = function()
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{name}() must return a pipeline.verify.Case, but ended in {flags.one_line(error)}"
-        ) from error
+        raise ValueError(f"{name}() must return a pipeline.verify.Case, but ended in {one_line(error)}") from error
     if not isinstance(case, Case):
         raise ValueError(f"{name} must return a pipeline.verify.Case, got {type(case).__name__}")
     return case

@@ -54,6 +54,17 @@ class Schedule:
     trains: bool = True
     sizes: tuple[int, int] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what is no number of stages.
+
+        Raises:
+            TypeError, ValueError: num_chunks is no integer of at least 1.
+        """
+        if not isinstance(self.num_chunks, int):
+            raise TypeError(f"num_chunks must be an integer, got {self.num_chunks!r}")
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1, got {self.num_chunks}")
+
     def num_stages(self, num_ranks: int) -> int:
         """Return how many stages the model is cut into."""
         return num_ranks * self.num_chunks

@@ -48,7 +48,7 @@ def _check_placement(rank_of: Placement, num_stages: int, num_ranks: int) -> Non
     for stage in range(num_stages):
         rank = rank_of(stage, num_ranks)
         if rank not in range(num_ranks):
-            raise ScheduleError(f"rank_of must give a rank below {num_ranks}, got rank {rank!r} for stage {stage}")
+            raise ScheduleError(f"rank_of must give a rank from 0 to {num_ranks - 1}, got {rank!r} for stage {stage}")
 
 
 def _check_cells(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,77 @@ def test_a_function_that_gives_no_order_is_one_clear_error(name, command, tmp_pa
     assert status == 2
     assert said.out == ""
     assert said.err.startswith(f"python -m pipeline: {message}")
+
+
+OWN_CASES = """
+import numpy as np
+from minigrad.models import mlp
+from minigrad.ops import cross_entropy
+from pipeline import Schedule, gpipe
+from pipeline.verify import Case
+
+LAYERS = mlp.layers([8, 12, 12, 4])
+BATCHES = [(np.zeros((24, 8)), np.zeros(24, int))]
+
+def case(layers=LAYERS, batches=BATCHES, loss_fn=cross_entropy):
+    return Case(layers, batches, loss_fn)
+
+def in_loss():
+    return case(loss_fn=lambda output, y: cross_entropy(output, y) / nothing)
+
+def factory(param):
+    raise KeyError("width")
+
+def in_factory():
+    return case(layers=[*LAYERS[:-1], ("last", factory)])
+
+def a_number():
+    return case(loss_fn=lambda output, y: 3.0)
+
+def no_layers():
+    return case(layers=3)
+
+def no_batches():
+    return case(batches=[1, 2])
+
+def place(stage, num_ranks):
+    return {0: 0}[stage]
+
+placed = Schedule("placed", gpipe, rank_of=place)
+few = Schedule("few", gpipe, rank_of=lambda stage: 0)
+"""
+PLACES = {
+    "verify own:in_loss": "NameError: name 'nothing' is not defined (own.py:15)",
+    "memory own:in_loss --pp 2": "NameError: name 'nothing' is not defined (own.py:15)",
+    "verify own:in_factory": "KeyError: 'width' (own.py:18)",
+    "memory own:in_factory --pp 2": "KeyError: 'width' (own.py:18)",
+    "verify own:a_number": "a case's loss_fn must return a Tensor, the mean loss, got float",
+    "memory own:a_number --pp 2": "a case's loss_fn must return a Tensor, the mean loss, got float",
+    "verify own:no_layers": "own:no_layers() must return a pipeline.verify.Case, but ended in TypeError: "
+    "a case's layers must be a list of (name, factory), got 3 (own.py:12)",
+    "verify own:no_batches": "own:no_batches() must return a pipeline.verify.Case, but ended in TypeError: "
+    "a case's batches must be a list of (x, y), got 1 (own.py:12)",
+    "check own:placed": "own:placed places stage 1 on no rank: KeyError: 1 (own.py:33)",
+    "verify mlp --schedule own:placed": "own:placed places stage 1 on no rank: KeyError: 1 (own.py:33)",
+    "simulate own:few": "own:few places stage 0 on no rank: TypeError: "
+    "<lambda>() takes 1 positional argument but 2 were given",
+}
+
+
+@pytest.mark.parametrize("command", PLACES)
+def test_an_error_in_code_of_ones_own_is_one_line_with_its_place(command, tmp_path, monkeypatch, capsys):
+    """It was a traceback, of the insides of the project for the most part."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    Path("own.py").write_text(OWN_CASES)
+    status, out, err = run(command.split(), capsys)
+    assert (status, out, err) == (2, "", f"python -m pipeline: {PLACES[command]}\n")
+
+
+def test_an_error_that_no_code_of_ones_own_has_a_part_in_is_a_traceback(monkeypatch):
+    monkeypatch.setattr("pipeline.cli.check.checked", itemgetter("a bug"))
+    with pytest.raises(TypeError, match="tuple indices"):
+        cli.main(["check", "1f1b"])
 
 
 @pytest.mark.parametrize("command", ["compare search", "compare search --json", "sweep search", "search"])

@@ -181,7 +181,7 @@ def test_a_rank_may_own_several_stages():
 
 
 def test_every_stage_has_a_rank():
-    with pytest.raises(ScheduleError, match="rank_of must give a rank below 2, got rank 2 for stage 1\nrank 0  0F0"):
+    with pytest.raises(ScheduleError, match="rank_of must give a rank from 0 to 1, got 2 for stage 1\nrank 0  0F0"):
         check(read(GOOD), rank_of=lambda stage, num_ranks: 2 * stage)
 
 
@@ -234,5 +234,5 @@ def test_an_evaluation_holds_every_forward_and_nothing_else():
 
 @pytest.mark.parametrize("rank", ["a", None, 0.5])
 def test_a_placement_that_gives_no_number_of_a_rank_is_refused(rank):
-    with pytest.raises(ScheduleError, match=f"rank_of must give a rank below 1, got rank {rank!r} for stage 0"):
+    with pytest.raises(ScheduleError, match=f"rank_of must give a rank from 0 to 0, got {rank!r} for stage 0"):
         check(read("0F0 0BW0"), num_stages=1, num_microbatches=1, rank_of=lambda stage, num_ranks: rank)
