@@ -535,6 +535,8 @@ class Communicator(ABC):
     @abstractmethod
     def _irecv(self, array: Array, source: int, tag: int) -> Work: ...
 
+    # What a subclass may do in a faster way.
+
     def _sum_widely(self, array: Array, wide: Array, is_wide: Array, everywhere: bool) -> Work:
         if not is_wide[0]:
             wide[...] = array
@@ -546,21 +548,8 @@ class Communicator(ABC):
 
         return JoinedWork([self.allreduce(wide) if everywhere else self.reduce_scatter(wide)], land)
 
-    def _own_slice(self, flat: Array) -> slice:
-        return slice(self.rank * flat.size // self.size, (self.rank + 1) * flat.size // self.size)
-
     def _allgather_in_place(self, flats: Sequence[Array]) -> Work:
         return self._gathered_into(flats)
-
-    def _gathered_into(self, flats: Sequence[Array]) -> Work:
-        """Gather slices into memory of their own first."""
-
-        def land(results: list[Array]) -> Array:
-            for flat, rows in zip(flats, results, strict=True):
-                flat[...] = rows.reshape(-1)
-            return flats[0]
-
-        return JoinedWork([self.allgather(flat.reshape(self.size, -1)[self.rank]) for flat in flats], land)
 
     def _buffer(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
         return np.zeros(num_elements, dtype)
@@ -572,6 +561,21 @@ class Communicator(ABC):
     def _finish_writing(self, array: Array) -> None:
         """Do what is needed before a GPU array is read as it is: wait for the kernels that write it."""
         synchronize(array)
+
+    # What the methods above have in common.
+
+    def _gathered_into(self, flats: Sequence[Array]) -> Work:
+        """Gather slices into memory of their own first."""
+
+        def land(results: list[Array]) -> Array:
+            for flat, rows in zip(flats, results, strict=True):
+                flat[...] = rows.reshape(-1)
+            return flats[0]
+
+        return JoinedWork([self.allgather(flat.reshape(self.size, -1)[self.rank]) for flat in flats], land)
+
+    def _own_slice(self, flat: Array) -> slice:
+        return slice(self.rank * flat.size // self.size, (self.rank + 1) * flat.size // self.size)
 
     def _describe_context(self) -> str:
         """Say in whose name this communicator waits, for the end of an error message."""
