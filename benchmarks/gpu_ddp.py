@@ -3,9 +3,11 @@
     mpirun -n 2 python -m mpi4py benchmarks/gpu_ddp.py
 
 Beside it the same step without a reduction, on the same cards, and PyTorch's: DistributedDataParallel and alone.
-Variants take turns, and all ranks start a turn together. Parameters are updated in the order in which their buckets
-arrive (`step_early`): the table's, which is last, travels beside the updates of all others. Hidden is the share of a
-reduction's own time by which a step with it is not longer than a step without.
+Variants take turns, back and forth, and all ranks start a turn together; a turn begins with steps that do not count,
+since cards that have rested are faster. Parameters are updated in the order in which their buckets arrive
+(`step_early`): the table's, which is last, travels beside the updates of all others. With shards (ZeRO 1) each card
+updates half of the parameters, and gathers the other half in bfloat16. Hidden is the share of a reduction's own time by
+which a step with it is not longer than a step without.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ def our_steps(size: str, comm: Communicator) -> dict[str, Step]:
     """Return captured steps with and without a reduction, and the reduction alone."""
     x, y = map(to_device, random_tokens(size))
 
-    def new_step(reduces: bool) -> tuple[Step, Any]:
+    def new_step(**how: Any) -> tuple[Step, Any]:
         model = GPT(GPTConfig(**SIZES[size][1]), device="cuda")
-        ddp = DistributedDataParallel(model, comm, step_early=True) if reduces else None
+        ddp = DistributedDataParallel(model, comm, **how) if how else None
+        use_precision(model.parameters(), "bfloat16")
         optimizer = (
             Optimizer(model.parameters(), AdamW(LEARNING_RATE)) if ddp is None else ddp.optimizer(AdamW(LEARNING_RATE))
         )
-        use_precision(model.parameters(), "bfloat16")
 
         def step(x: Any, y: Any) -> Any:
             optimizer.zero_grad()
@@ -59,15 +61,21 @@ def our_steps(size: str, comm: Communicator) -> dict[str, Step]:
         captured = CapturedStep(step, optimizer, gather=comm.gather_objects)
         return (lambda: captured(x, y)), ddp
 
-    alone, _ = new_step(reduces=False)
-    together, ddp = new_step(reduces=True)
+    alone, _ = new_step()
+    together, ddp = new_step(step_early=True)
+    in_shards, _ = new_step(step_early=True, zero=1)
     parts = [cp.zeros(b.range.stop - b.range.start, np.float32) for b in ddp.buckets.buckets]
 
     def reduce() -> None:
         for work in [comm.allreduce(part, op=ReduceOp.SUM) for part in parts]:
             work.wait()
 
-    return {"minigrad, one card": alone, "minigrad, DDP": together, "minigrad, the reduction alone": reduce}
+    return {
+        "minigrad, one card": alone,
+        "minigrad, DDP": together,
+        "minigrad, ZeRO 1": in_shards,
+        "minigrad, the reduction alone": reduce,
+    }
 
 
 def torch_steps(size: str, comm: Communicator) -> dict[str, Step]:
@@ -112,12 +120,12 @@ def measured(steps: dict[str, Step], comm: Communicator, num_rounds: int) -> dic
     """Return the seconds a step of each variant and round, on the slower rank."""
 
     def seconds(step: Step, count: int) -> float:
-        cp.cuda.Device().synchronize()
-        comm.barrier()
-        start = time.perf_counter()
-        for _ in range(count):
-            step()
-        cp.cuda.Device().synchronize()
+        for number in range(2):
+            comm.barrier()
+            start = time.perf_counter()
+            for _ in range(count if number else count // 2):
+                step()
+            cp.cuda.Device().synchronize()
         return max(comm.gather_objects((time.perf_counter() - start) / count))
 
     counts = {}
@@ -125,9 +133,9 @@ def measured(steps: dict[str, Step], comm: Communicator, num_rounds: int) -> dic
         seconds(step, 4)
         counts[name] = max(2, int(TURN_SECONDS / seconds(step, 3)))
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(num_rounds):
-        for name, step in steps.items():
-            found[name].append(seconds(step, counts[name]))
+    for number in range(num_rounds):
+        for name in reversed(steps) if number % 2 else steps:
+            found[name].append(seconds(steps[name], counts[name]))
     return found
 
 
@@ -135,13 +143,12 @@ def report(size: str, seconds: dict[str, list[float]], num_ranks: int) -> Iterat
     tokens = SIZES[size][0] * SIZES[size][1]["context"]
     for name, values in seconds.items():
         yield Line(f"{size}: {name}", 1e3 * median(values), "ms")
-    for library in ("minigrad", "PyTorch"):
-        if f"{library}, DDP" in seconds:
-            one, many = (median(seconds[f"{library}, {kind}"]) for kind in ("one card", "DDP"))
-            yield Line(
-                f"{size}: {library}, thousand tokens/s on {num_ranks} cards", num_ranks * tokens / many / 1e3, "k"
-            )
-            yield Line(f"{size}: {library}, times one card", num_ranks * one / many, "x")
+    for name in ("minigrad, DDP", "minigrad, ZeRO 1", "PyTorch, DDP"):
+        if name in seconds:
+            library, _ = name.split(", ")
+            one, many = (median(seconds[kind]) for kind in (f"{library}, one card", name))
+            yield Line(f"{size}: {name}, thousand tokens/s on {num_ranks} cards", num_ranks * tokens / many / 1e3, "k")
+            yield Line(f"{size}: {name}, times one card", num_ranks * one / many, "x")
     one, many, alone = (median(seconds[f"minigrad, {kind}"]) for kind in ("one card", "DDP", "the reduction alone"))
     yield Line(f"{size}: minigrad, share of the reduction hidden", 1 - max(0.0, many - one) / alone, "x")
 

@@ -141,6 +141,7 @@ class CapturedStep:
         """Record one step of this shape without running it."""
         if current_hook() is not None:
             raise RuntimeError("a step cannot be captured while profile() or detect_anomaly() looks at its ops")
+        self._optimizer.finish()  # what a step before began and a forward waits for
         self._optimizer.is_captured = True
         try:
             with self._cp.cuda.using_allocator(shape.pool.malloc):

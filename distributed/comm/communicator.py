@@ -117,7 +117,7 @@ class Communicator(ABC):
         check_reducible("allreduce", array.dtype, op)
         return carry(self, "allreduce", array, lambda part: self._allreduce(part, op))
 
-    def average(self, array: Array) -> Work:
+    def average(self, array: Array, *, everywhere: bool = True) -> Work:
         """Overwrite `array` with the sum over all ranks of its values times 1 / size.
 
         Not the MEAN of `allreduce`, which divides the sum: these are the bits of a sum with weights that happen to be
@@ -126,17 +126,20 @@ class Communicator(ABC):
 
         Args:
             array: contiguous floats.
+            everywhere: or each rank is left its own slice alone, as by `reduce_scatter`.
         Returns:
-            Work whose wait() gives `array`.
+            Work whose wait() gives `array`, or that slice.
         Raises:
             TypeError: `array` is not of native floats.
-            ValueError: `array` is not contiguous or not writeable.
+            ValueError: `array` is not contiguous or not writeable, or without `everywhere` not divisible by size.
         """
         if not self._is_plain(array, op=ReduceOp.SUM) or array.dtype.kind != "f":
             check_array("average", array, written=True)
             check_reducible("average", array.dtype, ReduceOp.MEAN)
+        if not everywhere:
+            self._check_slices("average", array)
         array *= array.dtype.type(1 / self.size)
-        return self.allreduce(array)
+        return self.allreduce(array) if everywhere else self.reduce_scatter(array)
 
     def reduce_scatter(self, flat: Array, *, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Reduce `flat` over ranks and leave this rank its own slice.

@@ -6,6 +6,7 @@
     step_early      EarlyBuckets            those that are there; the others follow
     zero=1          ShardedBuckets          its shard of each
     zero=2          GradientShards          its shard of each, and memory for no more
+    early, zero=1   EarlyShards             those shards that are there; with zero=2 EarlyGradientShards
     exact, zero=1   ExactShards             its shard of each, added up exactly; with zero=2 ExactGradientShards
 
 One rank alone has nothing to share out or to wait for.
@@ -24,6 +25,7 @@ from distributed.data_parallel.buckets.early import EarlyBuckets
 from distributed.data_parallel.buckets.exact import ExactBuckets
 from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook, allreduce
+from distributed.data_parallel.zero.early_shards import EarlyGradientShards, EarlyShards
 from distributed.data_parallel.zero.sharded import ShardedBuckets
 from distributed.data_parallel.zero.sharded_gradients import GradientShards
 from distributed.trace.recorder import Recorder
@@ -50,11 +52,14 @@ class ExactGradientShards(GradientShards, ExactShards):
     """Buckets of which each rank gets the exact sum of its shard, and keeps nothing else."""
 
 
-_SHARDED: dict[tuple[int, bool], type[ShardedBuckets]] = {  # by level, and whether sums are exact
-    (1, False): ShardedBuckets,
-    (1, True): ExactShards,
-    (2, False): GradientShards,
-    (2, True): ExactGradientShards,
+_PLAIN, _EXACT, _EARLY = range(3)
+_SHARDED: dict[tuple[int, int], type[ShardedBuckets]] = {  # by level and kind
+    (1, _PLAIN): ShardedBuckets,
+    (1, _EXACT): ExactShards,
+    (1, _EARLY): EarlyShards,
+    (2, _PLAIN): GradientShards,
+    (2, _EXACT): ExactGradientShards,
+    (2, _EARLY): EarlyGradientShards,
 }
 
 
@@ -86,8 +91,6 @@ class Reduction:
         has_hook = self.comm_hook is not allreduce
         if self.zero and has_hook:
             raise ValueError(f"gradients are reduced to shards with zero={self.zero}, which no comm_hook can do")
-        if self.zero and self.step_early:
-            raise ValueError(f"shards step when all are reduced: zero={self.zero} does not go with step_early")
         if self.is_exact and (self.step_early or has_hook):
             raise ValueError(
                 f"sums='exact' goes with neither step_early nor a comm_hook, got step_early={self.step_early}, "
@@ -114,7 +117,8 @@ class Reduction:
 
     def _kind(self, num_ranks: int) -> Callable[..., GradientBucketManager]:
         if self.zero and num_ranks > 1:
-            return partial(_SHARDED[self.zero, self.is_exact], whole=self.whole)
+            kind = _EXACT if self.is_exact else _EARLY if self.step_early else _PLAIN
+            return partial(_SHARDED[self.zero, kind], whole=self.whole)
         if self.is_exact:
             return ExactBuckets
         return EarlyBuckets if self.step_early and num_ranks > 1 else GradientBucketManager

@@ -773,7 +773,7 @@ extern "C" __global__ void prepare(const double* part, Index parts, Scalars* s, 
 // Run i, from starts[i] to starts[i + 1], is of a kind: 0 plain, 1 with weight decay, 2 frozen.
 extern "C" __global__ void adamw(float* w, const float* g, float* m, float* v, T* copy, const Scalars* s,
                                  const Index* starts, const unsigned char* kinds, int runs, float beta1, float beta2,
-                                 Index n) {
+                                 bool follows, Index n) {
   Index i = thread_index() * 4;
   if (i >= n || !s->taken) return;
   int run = 0;
@@ -791,6 +791,18 @@ extern "C" __global__ void adamw(float* w, const float* g, float* m, float* v, T
     *(float4*)M = *(float4*)(m + i), *(float4*)V = *(float4*)(v + i);
   } else
     for (int j = 0; i + j < last; j++) W[j] = w[i + j], G[j] = g[i + j], M[j] = m[i + j], V[j] = v[i + j];
+#if defined(BF16) || defined(F16)
+  if (follows) {  // what somebody assigned to the copy
+    uint2 u = whole ? *(uint2*)(copy + i) : uint2();
+    T C[4] = {(T)u.x, (T)(u.x >> 16), (T)u.y, (T)(u.y >> 16)};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if (i + j >= last) break;
+      if (!whole) C[j] = copy[i + j];
+      if (C[j] != (T)pack(W[j], 0)) W[j] = wide(C[j]);
+    }
+  }
+#endif
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     if (i + j >= last) break;

@@ -237,7 +237,8 @@ class Optimizer:
         """Yield a part of the memory, whose gradients are given, as a whole step takes it."""
         for piece, _, state in self._pieces[part]:
             kinds = groupby(piece.params, lambda p: FROZEN if not p.requires_grad else int(p in self._decaying))
-            lengths = tuple([(sum(p.size for p in run), kind) for kind, run in kinds])
+            runs = [(piece.over_run(run), kind) for kind, run in kinds]
+            lengths = tuple([(run.stop - run.start, kind) for run, kind in runs])
             own_grad = grad[piece.start - part.start : piece.stop - part.start]
             yield piece.data, own_grad, state["m"], state["v"], piece.copy, lengths
 

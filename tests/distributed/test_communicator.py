@@ -126,12 +126,17 @@ def test_average_is_the_sum_of_values_each_times_its_equal_share(ranks, dtype):
     def program(comm):
         values = (np.arange(1, 1001) * (comm.rank + 1) / 7).astype(dtype)
         weighted = comm.allreduce(values * np.dtype(dtype).type(1 / comm.size)).wait()
+        own = comm.average(np.tile(values, comm.size), everywhere=False).wait()
         assert comm.average(values).wait() is values
         np.testing.assert_array_equal(values, weighted, strict=True)
+        np.testing.assert_array_equal(own, weighted, strict=True)
         with pytest.raises(TypeError, match="average by MEAN needs floats"):
             comm.average(np.zeros(3, np.int32))
         with pytest.raises(ValueError, match="average needs a contiguous array"):
             comm.average(np.zeros(4, dtype)[::2])
+        if comm.size > 1:
+            with pytest.raises(ValueError, match="average needs"):
+                comm.average(np.zeros(comm.size + 1, dtype), everywhere=False)
 
     ranks.run(program)
 

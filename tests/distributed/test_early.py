@@ -232,9 +232,40 @@ def test_one_rank_alone_steps_at_once():
 
 
 @pytest.mark.ranks(2)
-def test_shards_do_not_step_early(ranks):
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_shard_of_a_bucket_that_has_come_is_updated_before_the_next_bucket_is_awaited(ranks, zero):
     def program(comm):
-        with pytest.raises(ValueError, match="zero=1 does not go with step_early"):
-            DistributedDataParallel(Two(), comm, zero=1, step_early=True)
+        model = Two()
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, zero=zero, step_early=True)
+        optimizer = ddp.optimizer(optim.SGD(1.0))
+        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+        log = []
+        for bucket in ddp.buckets.buckets:
+            bucket.work = Logged(bucket.work, bucket.number, log)
+        ddp.wait()
+        assert log == []
+        with pytest.raises(RuntimeError, match=r"reading \.grad of 'first': its grad is still on its way"):
+            model.first.grad  # noqa: B018
+        updated = optimizer._update
+        optimizer._update = lambda part, *args: (log.append(part.params[0].name), updated(part, *args))
+        optimizer.step()
+        expected = [0, "second", 1, "first"]
+        assert log == expected or (zero == 2 and log == expected[1:])  # which looked in the backward what had come
+        np.testing.assert_array_equal(model.first.data, -1)  # 1 - 2 in each weight
+        np.testing.assert_array_equal(model.second.data, -1)
 
     ranks.run(program)
+
+
+class Logged(Work):
+    """Work that notes when somebody waits for it."""
+
+    def __init__(self, work, number, log):
+        self.work, self.number, self.log = work, number, log
+
+    def test(self):
+        return self.work.test()
+
+    def wait(self):
+        self.log.append(self.number)
+        return self.work.wait()

@@ -184,7 +184,8 @@ def test_an_allreduce_is_captured_and_replayed(ranks):
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_captured_data_parallel_step_is_the_step(ranks, early):
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_captured_data_parallel_step_is_the_step(ranks, zero, early):
     """Same bits, on every rank; buckets travel inside the graph, and where it steps early beside its updates.
 
     From the fifth step on rank 0 has fewer samples: it weighs less, in a graph of its own and in the other rank's.
@@ -201,12 +202,14 @@ def test_a_captured_data_parallel_step_is_the_step(ranks, early):
 
         def train(captured):
             model = GPT(config, device="cuda")
-            ddp = DistributedDataParallel(model, comm, bucket_bytes=1 << 16, step_early=early and captured)
-            max_norm = None if early else 1.0
-            optimizer = Optimizer(model.parameters(), AdamW(1e-2), max_norm=max_norm)
-            if early and captured:
-                optimizer = ddp.optimizer(AdamW(1e-2))
+            how = {"step_early": early, "zero": zero} if captured else {}
+            ddp = DistributedDataParallel(model, comm, bucket_bytes=1 << 16, **how)
             use_precision(model.parameters(), "bfloat16")
+            if captured and (early or zero):
+                optimizer = ddp.optimizer(AdamW(1e-2))
+            else:
+                max_norm = None if early or zero else 1.0
+                optimizer = Optimizer(model.parameters(), AdamW(1e-2), max_norm=max_norm)
 
             def step(x, y):
                 optimizer.zero_grad()
@@ -218,7 +221,8 @@ def test_a_captured_data_parallel_step_is_the_step(ranks, early):
 
             run = CapturedStep(step, optimizer, gather=comm.gather_objects) if captured else step
             losses = [run(cupy.asarray(x[:, :-1]), cupy.asarray(x[:, 1:])).item() for x in batches]
-            return losses, np.concatenate([p.data.get().reshape(-1) for p in model.parameters()])
+            values = optimizer.whole_masters() or {p.name: p.data for p in model.parameters()}
+            return losses, np.concatenate([values[p.name].get().reshape(-1) for p in model.parameters()])
 
         (losses, values), (graph_losses, graph_values) = train(captured=False), train(captured=True)
         assert losses == graph_losses

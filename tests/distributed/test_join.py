@@ -34,7 +34,9 @@ def in_one_process(num_ranks):
     return {p.name: p.data.copy() for p in model.parameters()}
 
 
-@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2}, {"step_early": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"zero": 1}, {"zero": 2}, {"step_early": True}, {"zero": 1, "step_early": True}], ids=str
+)
 def test_equals_one_process(ranks, options):
     wanted = in_one_process(ranks.size)
 

@@ -219,8 +219,27 @@ def test_average_is_one_reduction_and_has_the_bits_of_a_weighted_sum(cupy: Any) 
         found = cupy.asarray(values).copy()
         assert comm.average(found).wait() is found
         np.testing.assert_array_equal(np.asarray(found), weighted)
+        flat = np.tile(values, 3)
+        own = comm.average(cupy.asarray(flat).copy(), everywhere=False).wait()
+        np.testing.assert_array_equal(np.asarray(own), weighted)
         half = cupy.asarray(values).astype(np.float16)
         np.testing.assert_allclose(np.asarray(comm.average(half).wait()), weighted, rtol=2e-3)
+
+    run(3, program, connected=False)
+
+
+def test_slices_of_several_arrays_are_gathered_in_place(cupy: Any) -> None:
+    def program(comm: Any) -> None:
+        wholes = [np.arange(3 * n, dtype=np.float32) + n for n in (1, 5, 2)]
+        flats = []
+        for whole in wholes:
+            flat = cupy.asarray(np.full_like(whole, -1)).copy()
+            own = slice(comm.rank * whole.size // 3, (comm.rank + 1) * whole.size // 3)
+            flat[own] = cupy.asarray(whole[own])
+            flats.append(flat)
+        assert comm.allgather_in_place(*flats).wait() is flats[0]
+        for flat, whole in zip(flats, wholes, strict=True):
+            np.testing.assert_array_equal(np.asarray(flat), whole)
 
     run(3, program, connected=False)
 

@@ -346,6 +346,29 @@ def test_adamw_and_the_sum_of_squares(n: int) -> None:
     assert gpu.square_sum(to_device(np.full(3, 1e30, np.float32))) > 1e60
 
 
+@pytest.mark.parametrize("n", [1, 7, 1024, 100_003])
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_adamw_takes_over_what_was_assigned_to_the_copy(n: int, half: str) -> None:
+    """Where the copy has its master's bits the master stays as it is, which has more of them; a nan is assigned too."""
+    w, g, m = (generator.standard_normal(n).astype(np.float32) for _ in range(3))
+    v, chosen = generator.random(n).astype(np.float32), generator.random(n) < 0.3
+    copy = w.astype(dtype_of(half))
+    copy[chosen] = generator.standard_normal(n).astype(copy.dtype)[chosen]
+    copy[0] = np.nan
+    followed = np.where(copy == w.astype(copy.dtype), w, copy.astype(np.float32))
+    expected = [wide(a) for a in (followed, g, m, v)]
+    kinds = ((n - n // 2, 1), (n // 2, 2)) if n > 1 else ((n, 1),)  # the second half is frozen
+    reference.adamw(*(a[: n - n // 2] for a in expected), 0.9, 0.99, 1e-2, 1e-8, 1 - 1e-2 * 0.1)
+    for place in (to_device, unaligned):
+        found, found_copy = [place(a) for a in (w, g, m, v)], place(copy)
+        step = gpu.adamw_step((0.9, 0.99), 1e-8, 0.1, None, None)
+        step._scalars[:] = to_device(np.array([0, 0, 1e-2, 1e-8, 1e-2 * 0.1, 1, 0, 1, 0], np.float32))
+        step.update(*found, found_copy, kinds, follows=True)
+        for got, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(to_host(got), want, rtol=2e-6, atol=2e-6)
+        np.testing.assert_array_equal(wide(found_copy), wide(to_host(found[0]).astype(copy.dtype)))
+
+
 @pytest.mark.parametrize("place", [to_device, unaligned], ids=["aligned", "unaligned"])
 def test_exact_square_sums_are_exact_wherever_numbers_are_cut(place: Any) -> None:
     x = (generator.standard_normal(100_003) * 2.0 ** generator.integers(-30, 30, 100_003)).astype(np.float32)

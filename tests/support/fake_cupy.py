@@ -165,6 +165,14 @@ class NcclCommunicator:
         own = slice(self._rank * count, (self._rank + 1) * count)
         self._reduce(source, dest, own, count * self._size, dtype, op)
 
+    def allGather(self, source: int, dest: int, count: int, dtype: int, stream: int) -> None:
+        assert dtype == 1, "bytes"
+        self._world.arrays[self._rank] = ctypes.string_at(source, count)
+        self._world.barrier.wait()
+        gathered = b"".join(self._world.arrays)
+        self._world.barrier.wait()
+        ctypes.memmove(dest, gathered, len(gathered))
+
     def _reduce(self, source: int, dest: int, own: slice, count: int, dtype: int, op: int) -> None:
         kind = np.dtype(["i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8"][dtype])
         values = np.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(source), kind)

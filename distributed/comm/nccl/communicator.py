@@ -145,25 +145,31 @@ class NCCLCommunicator(Communicator):
 
         return self._stream.start(array, reduce)
 
-    def average(self, array: Array) -> Work:
+    def average(self, array: Array, *, everywhere: bool = True) -> Work:
         if array.dtype.name not in _AVERAGED or xp_of(array) is np or not array.flags.c_contiguous:
-            return super().average(array)
+            return super().average(array, everywhere=everywhere)
         pointer, dtype = address(array), _DTYPES[array.dtype.name]
+        if everywhere:
+            return self._stream.start(
+                array, lambda stream: self._nccl.allReduce(pointer, pointer, array.size, dtype, _AVERAGE, stream)
+            )
+        self._check_slices("average", array)
+        own = array[self._own_slice(array)]
         return self._stream.start(
-            array, lambda stream: self._nccl.allReduce(pointer, pointer, array.size, dtype, _AVERAGE, stream)
+            own,
+            lambda stream: self._nccl.reduceScatter(pointer, address(own), own.size, dtype, _AVERAGE, stream),
+            array,
         )
 
     def _reduce_scatter(self, flat: Array, op: ReduceOp) -> Work:
         if xp_of(flat) is np:
             return self._host._reduce_scatter(flat, op)
-        count = flat.size // self.size
-        own = flat[self.rank * count : (self.rank + 1) * count]
+        own = flat[self._own_slice(flat)]
 
         def reduce(stream: int) -> None:
             total = _as_reduced(flat, op)
-            mine = total[self.rank * count : (self.rank + 1) * count]
-            dtype = _DTYPES[total.dtype.name]
-            self._nccl.reduceScatter(address(total), address(mine), count, dtype, _OPS[op], stream)
+            mine, dtype = total[self._own_slice(total)], _DTYPES[total.dtype.name]
+            self._nccl.reduceScatter(address(total), address(mine), mine.size, dtype, _OPS[op], stream)
             _land(mine, own, op, self.size)
 
         return self._stream.start(own, reduce, flat)
@@ -180,6 +186,20 @@ class NCCLCommunicator(Communicator):
 
     def _allgather_in_place(self, flats: Sequence[Array]) -> Work:
         return self._host._allgather_in_place(flats)  # of the host: others are no plain arrays
+
+    def _gathered_into(self, flats: Sequence[Array]) -> Work:
+        if any(xp_of(flat) is np for flat in flats):
+            return super()._gathered_into(flats)
+
+        def gather(stream: int) -> None:
+            start_group, end_group = self._group
+            start_group()
+            for flat in flats:
+                own = flat[self._own_slice(flat)]
+                self._nccl.allGather(address(own), address(flat), own.nbytes, _UINT8, stream)
+            end_group()
+
+        return self._stream.start(flats[0], gather, flats)
 
     def _all_to_all(self, array: Array) -> Work:
         if xp_of(array) is np:

@@ -31,14 +31,14 @@ class SideStream:
         self._unfinished: list[StreamWork] = []  # keeps arrays that are read and written
 
     def start(
-        self, result: Array, launch: Callable[[int], None], read: Array | None = None, *, after: Any = None
+        self, result: Array, launch: Callable[[int], None], read: object = None, *, after: Any = None
     ) -> StreamWork:
         """Launch an operation.
 
         Args:
             result: what it gives.
             launch: is given the stream; not called where there is nothing in `result`.
-            read: what it reads beside it.
+            read: arrays that it reads beside it.
             after: the event that it waits for; by default what the current stream has to do already.
         """
         current = self._cp.cuda.get_current_stream()
@@ -65,7 +65,7 @@ def is_capturing(cp: Any) -> bool:
 class StreamWork(Work):
     """An operation on a side stream."""
 
-    def __init__(self, cp: Any, result: Array, read: Array | None, done: Any, *, is_captured: bool) -> None:
+    def __init__(self, cp: Any, result: Array, read: object, done: Any, *, is_captured: bool) -> None:
         self._done = done
         self._cp = cp
         self._result = result

@@ -89,14 +89,15 @@ class EarlyBuckets(GradientBucketManager):
         return self._wait_for_all() if unused is None else unused
 
     def _land(self, bucket: Bucket) -> None:
+        super()._land(bucket)
         for p in bucket.range.params:
             if p.hold is ON_ITS_WAY:
-                p.hold = self._reduced
+                p.hold = super()._final_hold(p)
             elif p.hold is RESET:
                 p.hold = UNREDUCED
 
     def _final_hold(self, p: Parameter) -> Hold:
-        return self._reduced if self._bucket_of[p].is_landed else ON_ITS_WAY
+        return super()._final_hold(p) if self._bucket_of[p].is_landed else ON_ITS_WAY
 
 
 class EarlyOptimizer(Optimizer):

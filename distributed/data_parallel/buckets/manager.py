@@ -92,7 +92,9 @@ class GradientBucketManager:
         self._by_name = {p.name: p for p in self.params}
         self.recorder = Recorder() if recorder is None else recorder
         self._comm_hook = self.recorder.comm_hook(comm_hook)
-        self._average = self.recorder.comm_hook(average) if comm_hook is allreduce else None
+        self._averages: dict[CommHook, CommHook] = {}  # what does the same, and multiplies by equal shares
+        if comm_hook is allreduce:
+            self._averages[self._comm_hook] = self.recorder.comm_hook(average)
         self.unused: list[str] = []
         self._verdict = Verdict(self.params, comm)
         self.under_way = False
@@ -345,8 +347,8 @@ class GradientBucketManager:
     def _launch(self, bucket: Bucket) -> Work:
         """Send a bucket on its way."""
         grad, hook = bucket.range.grad, self._hook_of(bucket)  # zeros where no backward reached
-        if self._average is not None and hook is self._comm_hook and self._is_even:
-            return self._average(grad, self.comm)
+        if self._is_even and hook in self._averages:
+            return self._averages[hook](grad, self.comm)
         if self._share != 1:
             grad *= grad.dtype.type(self._share)
         return hook(grad, self.comm)

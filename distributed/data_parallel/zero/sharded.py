@@ -38,7 +38,13 @@ from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_valu
 from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions
 from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook
-from distributed.data_parallel.zero.shards import even_bounds, gather_shards, reduce_to_shards, whole_bounds
+from distributed.data_parallel.zero.shards import (
+    average_to_shards,
+    even_bounds,
+    gather_shards,
+    reduce_to_shards,
+    whole_bounds,
+)
 from minigrad.backend import xp_of
 from minigrad.flat import FlatBuffer
 from minigrad.flat_range import FlatRange, TensorSlice, slices_in
@@ -76,6 +82,7 @@ class ShardedBuckets(GradientBucketManager):
         super().__init__(params, comm, **options)
         self._moved: dict[FlatBuffer, Array] = {}  # values, where they live for the communicator's sake
         self._shard_hook = self.recorder.comm_hook(reduce_to_shards)
+        self._averages[self._shard_hook] = self.recorder.comm_hook(average_to_shards)
         self._bounds: list[list[int] | None] = []  # of each bucket, where shares are not equal
         loads = [0] * comm.size
         for bucket in self.buckets:
@@ -208,39 +215,44 @@ class ShardedOptimizer(Optimizer):
         self._buckets.check_reduced("optimizer.step() with")
         self.finish()
         self._has_all = False
-        for number in range(len(self._parts)):
-            self._step_shard(number)
-        self.num_steps += 1
-        self._arrivals = [self._gather(run) for run in self._runs_to_gather()]
+        step = self.num_steps
+        if self._whole_step is not None:
+            if not self.is_captured:
+                self.advance()
+            self._whole_step.prepare([])
+        self._arrivals = [self._gather(run) for run in self._updated_runs(step)]
+        if self._whole_step is None:
+            self.num_steps += 1
         for whole in self._ranges:
             whole.note_step("the optimizer")
+        if self.is_captured:
+            self.finish()  # a graph has all that it begins; no host waits
 
-    def _step_shard(self, number: int) -> None:
+    def _updated_runs(self, step: int) -> Iterator[list[Bucket]]:
+        """Update this rank's shards, and yield the buckets that are gathered together, as one after the other can be.
+
+        Those of the first layers come first.
+        """
+        for bucket in self._buckets.buckets:
+            self._update_shard(bucket, step)
+        yield from runs_to_gather(filter(is_trained, reversed(self._buckets.order.buckets)))
+
+    def _update_shard(self, bucket: Bucket, step: int) -> None:
         """Update this rank's share of a bucket."""
-        part, master, grad = self._parts[number], self._masters[number], self._buckets.shard_grad(number)
-        if master is None:
-            self._update(part, part.data, grad, self.num_steps)
+        part, master = self._parts[bucket.number], self._masters[bucket.number]
+        grad = self._buckets.shard_grad(bucket.number)
+        if self._whole_step is not None:
+            ((values, *arrays, copy, kinds),) = self._on_device(part, grad)
+            if master is None:
+                self._whole_step.update(values, *arrays, copy, kinds)
+            else:
+                self._whole_step.update(master, *arrays, values, kinds, follows=True)
+        elif master is None:
+            self._update(part, part.data, grad, step)
         else:
             _follow(master, part.data)
-            self._update(part, master, grad, self.num_steps)
+            self._update(part, master, grad, step)
             part.data[...] = master
-
-    def _runs_to_gather(self) -> Iterator[list[Bucket]]:
-        """Yield the buckets that change, those of the first layers first, as many as are gathered together."""
-        run: list[Bucket] = []
-        for bucket in reversed(self._buckets.order.buckets):
-            part = bucket.range
-            if not any(p.requires_grad for p in part.params):
-                continue
-            if run and part.flat is not run[0].range.flat:
-                yield run
-                run = []
-            run.append(bucket)
-            if sum(b.range.data.nbytes for b in run) >= GATHER_BYTES:
-                yield run
-                run = []
-        if run:
-            yield run
 
     def _gather(self, run: Sequence[Bucket]) -> Arrival:
         """Launch what brings the parameters of some buckets to all ranks."""
@@ -292,8 +304,25 @@ class ShardedOptimizer(Optimizer):
             if master is None and not self._has_all:
                 yield from slices_in(part, part.data)
 
-    def _new_whole_step(self) -> None:
-        return None
+
+def is_trained(bucket: Bucket) -> bool:
+    """Return whether a step changes values of a bucket."""
+    return any(p.requires_grad for p in bucket.range.params)
+
+
+def runs_to_gather(buckets: Iterable[Bucket]) -> Iterator[list[Bucket]]:
+    """Yield buckets in this order, as many as are gathered together."""
+    run: list[Bucket] = []
+    for bucket in buckets:
+        if run and bucket.range.flat is not run[0].range.flat:
+            yield run
+            run = []
+        run.append(bucket)
+        if sum(b.range.data.nbytes for b in run) >= GATHER_BYTES:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 def _follow(master: Array, values: Array) -> None:

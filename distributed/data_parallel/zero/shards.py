@@ -1,6 +1,7 @@
 """Shards: where a bucket is cut so that each rank has a part of it, and how the parts travel.
 
 reduce_to_shards    whole on every rank   ->  the sum of its own shard on each
+average_to_shards   the same, of equal shares by which nothing is multiplied yet
 gather_shards       its own on each       ->  all shards on every rank
 """
 
@@ -53,6 +54,15 @@ def reduce_to_shards(grad: Array, comm: Communicator) -> Work:
     works = [comm.reduce_scatter(grad[:even])] if even else []
     if even < grad.size:
         works.append(comm.allreduce(grad[even:]))
+    return JoinedWork(works, lambda _: grad)
+
+
+def average_to_shards(grad: Array, comm: Communicator) -> Work:
+    """Reduce likewise what `comm_hooks.average` does."""
+    even = grad.size - grad.size % comm.size
+    works = [comm.average(grad[:even], everywhere=False)] if even else []
+    if even < grad.size:
+        works.append(comm.average(grad[even:]))
     return JoinedWork(works, lambda _: grad)
 
 

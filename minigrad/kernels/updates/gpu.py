@@ -51,7 +51,7 @@ def adamw(
         return
     scalars = cp.asarray(np.array([0, 0, rate, eps, 1 - keep, 1, 0, 1, 0], np.float32))
     starts, kinds = cp.zeros(1, np.int64), cp.ones(1, np.uint8)
-    _adamw(w, g, m, v, None, scalars, starts, kinds, beta1, beta2)
+    _adamw(w, g, m, v, None, scalars, starts, kinds, beta1, beta2, follows=False)
 
 
 def _adamw(
@@ -65,12 +65,14 @@ def _adamw(
     kinds: Array,
     beta1: float,
     beta2: float,
+    *,
+    follows: bool,
 ) -> None:
     dtype = w.dtype if copy is None else copy.dtype
     vectors = aligned(w, g, m, v) and (copy is None or address(copy) % 8 == 0)
     target = np.uintp(0) if copy is None else copy
     runs = np.int32(len(starts))
-    args = (w, g, m, v, target, scalars, starts, kinds, runs, np.float32(beta1), np.float32(beta2), w.size)
+    args = (w, g, m, v, target, scalars, starts, kinds, runs, np.float32(beta1), np.float32(beta2), follows, w.size)
     launch("adamw", dtype, ceil_div(ceil_div(w.size, 4), THREADS), args, vectors=vectors)
 
 
@@ -134,15 +136,27 @@ class AdamWStep:
         launch("prepare", self._scalars.dtype, 1, args)
 
     def update(
-        self, w: Array, g: Array, m: Array, v: Array, copy: Array | None, kinds: tuple[tuple[int, int], ...]
+        self,
+        w: Array,
+        g: Array,
+        m: Array,
+        v: Array,
+        copy: Array | None,
+        kinds: tuple[tuple[int, int], ...],
+        *,
+        follows: bool = False,
     ) -> None:
-        """Update one part by the numbers of this step."""
+        """Update one part by the numbers of this step.
+
+        Args:
+            follows: take over first what somebody assigned to the copy, which is what others see of w.
+        """
         if kinds not in self._runs:
             lengths, codes = zip(*kinds, strict=True)
             starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
             self._runs[kinds] = cp.asarray(starts), cp.asarray(codes, np.uint8)
         if w.size:
-            _adamw(w, g, m, v, copy, self._scalars, *self._runs[kinds], *self._betas)
+            _adamw(w, g, m, v, copy, self._scalars, *self._runs[kinds], *self._betas, follows=follows)
 
     def norm(self) -> float:
         """Return the norm of all gradients before clipping, as of the last step; asks the device."""

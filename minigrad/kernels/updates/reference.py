@@ -65,8 +65,9 @@ def adamw_step(
     Of a GPU, an object: `advance(lr, step)` tells the device the numbers of the next step, and `apply(parts)` updates
     (w, g, m, v, copy, kinds) each, where `kinds` lists (number of elements, kind) of the runs of w, and kind 1 has
     weight decay, 0 none, 2 is frozen; `apply(parts, counted, add_up)` clips by the norm of other gradients than theirs,
-    whose squares `add_up` adds up over ranks. Or, part by part, `prepare(grads)`, then `update(*part)` each. `norm()`
-    asks for the norm before clipping, `outcome()` whether the last step was taken, and how many were not since it was
+    whose squares `add_up` adds up over ranks. Or, part by part, `prepare(grads)`, then `update(*part)` each, which
+    with `follows=True` takes over first what somebody assigned to `copy`, of which w is the master. `norm()` asks for
+    the norm before clipping, `outcome()` whether the last step was taken, and how many were not since it was
     last asked.
 
     Args:
