@@ -59,11 +59,11 @@ class NCCLCommunicator(Communicator):
         self._wait_contexts = host._wait_contexts  # what waits here waits there
         self._cp = cupy()
         nccl = nccl_module()
-        unique_id = host.broadcast_object(nccl.get_unique_id() if host.rank == 0 else None)
-        self._nccl = new_nccl(nccl, host.size, unique_id, host.rank)
+        self._nccl = self._new_nccl()
         self._group = (nccl.groupStart, nccl.groupEnd)
         self._version = nccl.get_version()
         self._stream = SideStream(self._cp)
+        self._gathers: tuple[Any, SideStream] | None = None  # in place: not behind the reductions that are under way
         self._messages: NCCLMessages | None = None
 
     @property
@@ -191,15 +191,25 @@ class NCCLCommunicator(Communicator):
         if any(xp_of(flat) is np for flat in flats):
             return super()._gathered_into(flats)
 
+        if self._gathers is None:
+            self._gathers = self._new_nccl(), SideStream(self._cp)
+        nccl, side_stream = self._gathers
+
         def gather(stream: int) -> None:
             start_group, end_group = self._group
             start_group()
             for flat in flats:
                 own = flat[self._own_slice(flat)]
-                self._nccl.allGather(address(own), address(flat), own.nbytes, _UINT8, stream)
+                nccl.allGather(address(own), address(flat), own.nbytes, _UINT8, stream)
             end_group()
 
-        return self._stream.start(flats[0], gather, flats)
+        return side_stream.start(flats[0], gather, flats)
+
+    def _new_nccl(self) -> Any:
+        """Make NCCL's communicator of these ranks. Collective."""
+        nccl = nccl_module()
+        unique_id = self._host.broadcast_object(nccl.get_unique_id() if self.rank == 0 else None)
+        return new_nccl(nccl, self.size, unique_id, self.rank)
 
     def _all_to_all(self, array: Array) -> Work:
         if xp_of(array) is np:
