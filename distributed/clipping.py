@@ -174,8 +174,10 @@ class NormOverRanks:
         if 0 in num_held:
             raise ValueError(f"clipping by the norm of all ranks needs parameters on each, got {num_held} by rank")
 
-    def counted_parameters(self) -> Sequence[Parameter]:
-        return self.part.counted_parameters()
+    def counted_grads(self) -> Sequence[Array]:
+        params = self.part.counted_parameters()
+        check_usable(params, "the norm of")
+        return list(grads_of(params))
 
     def add_up(self, squares: Array) -> None:
         self.part.comm.allreduce(squares).wait()

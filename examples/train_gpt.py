@@ -229,8 +229,12 @@ class Training:
             use_precision(self.stages.parameters(), settings.computed_in)
         self.captured: CapturedStep | None = None
         if becomes_graph(settings, comm.size, comm.library):
-            max_norm, norm_over = settings.clip or math.inf, NormOverRanks(self.stages) if pp > 1 else None
-            self.optimizer = Optimizer(self.ddp.params, rule, max_norm=max_norm, loss_scale=scale, norm_over=norm_over)
+            max_norm = settings.clip or math.inf
+            if settings.zero:
+                self.optimizer = self.ddp.optimizer(rule, max_norm=max_norm)
+            else:
+                whole = NormOverRanks(self.stages) if pp > 1 else None
+                self.optimizer = Optimizer(self.ddp.params, rule, max_norm=max_norm, loss_scale=scale, norm_over=whole)
             self.captured = CapturedStep(self._step, self.optimizer, gather=comm.gather_objects)
         else:
             self.optimizer = self.ddp.optimizer(rule)

@@ -304,17 +304,24 @@ class DistributedDataParallel:
         """The parameters of each bucket, in the order in which all ranks launch them."""
         return [list(bucket.range.params) for bucket in self.buckets.order.buckets]
 
-    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
+    def optimizer(
+        self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix, max_norm: float | None = None
+    ) -> Optimizer:
         """Return an optimizer of the model.
 
-        Where ranks share its state out it is of this rank's shards.
-
-        Collective then.
+        Where ranks share its state out it is of this rank's shards. Collective.
 
         Args:
             rule, decays: see `Optimizer`.
+            max_norm: clip by the norm of the whole model in each step, and take none where that is infinite or nan; see
+                `Optimizer`. Where it is given a step is collective. None: clip by `clip_by_global_norm`, or not at all.
+        Raises:
+            ValueError: max_norm is not positive, or sums are exact, by whose exact norm `clip_by_global_norm` clips.
         """
-        return self.buckets.optimizer(rule, decays=decays)
+        if max_norm is not None and self._is_exact:
+            raise ValueError("an optimizer clips by no exact norm: with sums='exact' call ddp.clip_by_global_norm")
+        norm_over = None if max_norm is None else self.buckets.norm_over(self._part)
+        return self.buckets.optimizer(rule, decays=decays, max_norm=max_norm, norm_over=norm_over)
 
     def clip_by_global_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most `max_norm`. Collective.

@@ -287,7 +287,6 @@ class TrainSettings(
             f"--device {self.device}": self.device != "cuda",
             f"--dp {self.dp} and --pp {self.pp} together": self.dp > 1 and self.pp > 1,  # never tried
             f"--heal {self.heal}": self.heal != "none",
-            f"--zero {self.zero}": self.zero > 0,
             f"--dropout {self.dropout}": self.dropout > 0,
             f"--optimizer {self.optimizer}": self.optimizer != "adamw",
             "--lr-scale": bool(self.lr_scales),

@@ -23,8 +23,12 @@ class NormOver(Protocol):
     By its norm it clips: `distributed.NormOverRanks` is one.
     """
 
-    def counted_parameters(self) -> Sequence[Parameter]:
-        """Return those that this part counts in a sum over the whole model."""
+    def counted_grads(self) -> Sequence[Array]:
+        """Return those that this part counts in a sum over the whole model.
+
+        Raises:
+            RuntimeError: somebody holds one of them.
+        """
         ...
 
     def add_up(self, squares: Array) -> None:
@@ -36,17 +40,11 @@ class NormOver(Protocol):
         ...
 
 
-def clip_part(params: Sequence[Parameter], whole: NormOver, max_norm: float) -> float:
-    """Clip the gradients of a part of a model by the norm of the whole.
-
-    Returns:
-        That norm, before clipping.
-    """
-    squares = np.array([grad_square_sum(whole.counted_parameters())])
+def norm_of_parts(whole: NormOver) -> float:
+    """Return the gradient norm of a model that lies in parts. Collective over these."""
+    squares = np.array([_square_sum(whole.counted_grads())])
     whole.add_up(squares)
-    norm = math.sqrt(float(squares[0]))
-    scale_to_norm(params, norm, max_norm)
-    return norm
+    return math.sqrt(float(squares[0]))
 
 
 def grad_square_sum(params: Iterable[Parameter]) -> float:

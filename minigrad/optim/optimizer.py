@@ -11,9 +11,16 @@ import numpy as np
 
 from minigrad import habits
 from minigrad.backend import Array
-from minigrad.flat import FlatBuffer, grads_of, zero_grad
+from minigrad.flat import FlatBuffer, zero_grad
 from minigrad.flat_range import FlatRange, TensorSlice, slices_in
-from minigrad.optim.clipping import NormOver, check_max_norm, check_whole, clip_by_global_norm, clip_part
+from minigrad.optim.clipping import (
+    NormOver,
+    check_max_norm,
+    check_whole,
+    clip_by_global_norm,
+    norm_of_parts,
+    scale_to_norm,
+)
 from minigrad.optim.update_rules import AdamW, DividingRule, LearningRate, Rule, divided
 from minigrad.parameter import Parameter, check_usable
 from minigrad.precision import LossScale
@@ -182,29 +189,36 @@ class Optimizer:
             if not self.is_captured:
                 self.advance()
             arrays = [arrays for part in self._parts for arrays in self._on_device(part, part.grad)]
-            if self.norm_over is None:
-                self._whole_step.apply(arrays)
-            else:
-                self._whole_step.apply(arrays, grads_of(self.norm_over.counted_parameters()), self.norm_over.add_up)
+            self._prepare_whole_step()
+            for each in arrays:
+                self._whole_step.update(*each)
             for part in self._parts:
                 part.note_step("the optimizer", copied=True)
             return
-        if self.max_norm is not None:
-            if self.loss_scale is not None:
-                self.loss_scale.unscale(self.params)
-            self._norm = (
-                clip_by_global_norm(self.params, self.max_norm)
-                if self.norm_over is None
-                else clip_part(self.params, self.norm_over, self.max_norm)
-            )
-            allows = math.isfinite if self.loss_scale is None else self.loss_scale.update
-            self._was_taken = allows(self._norm)
-            if not self._was_taken:
-                return
+        if not self._may_step():
+            return
         for part in self._parts:
             self._update(part, part.data, part.grad, self.num_steps)
             part.note_step("the optimizer")
         self.num_steps += 1
+
+    def _may_step(self) -> bool:
+        """Clip on the host, if at all; return whether the norm allows a step."""
+        if self.max_norm is not None:
+            if self.loss_scale is not None:
+                self.loss_scale.unscale(self.params)
+            self._norm = self._clip(self.norm_over, self.max_norm)
+            allows = math.isfinite if self.loss_scale is None else self.loss_scale.update
+            self._was_taken = allows(self._norm)
+        return self._was_taken
+
+    def _clip(self, norm_over: NormOver | None, max_norm: float) -> float:
+        """Clip all gradients; return their norm before."""
+        if norm_over is None:
+            return clip_by_global_norm(self.params, max_norm)
+        norm = norm_of_parts(norm_over)
+        scale_to_norm(self.params, norm, max_norm)
+        return norm
 
     def _update(self, part: FlatRange, values: Array, grad: Array, step: int) -> None:
         """Update `values`, those of a part of the memory, by their gradients; the change is for the caller to note."""
@@ -224,6 +238,15 @@ class Optimizer:
         assert self._whole_step is not None
         self._whole_step.advance(self.lr, self.num_steps)
         self.num_steps += 1
+
+    def _prepare_whole_step(self) -> None:
+        """Make the numbers of a step on a GPU, of all gradients where it clips."""
+        if self.max_norm is None:
+            self._whole_step.prepare([])
+        elif self.norm_over is None:
+            self._whole_step.prepare([part.grad for part in self._parts])
+        else:
+            self._whole_step.prepare(self.norm_over.counted_grads(), self.norm_over.add_up)
 
     def _new_whole_step(self) -> Any:
         """Return what does a whole step on a GPU, or None where parts are updated one by one."""

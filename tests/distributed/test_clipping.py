@@ -167,3 +167,65 @@ def test_a_rank_without_parameters_could_not_take_part(ranks):
             Optimizer(stages.parameters(), SGD(1.0), norm_over=stages)
 
     ranks.run(program)
+
+
+KINDS = [{"zero": zero, "step_early": early} for zero in (0, 1, 2) for early in (False, True)]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_optimizer_of_buckets_clips_as_ddp_does_and_takes_no_step_without_a_norm(ranks, kind):
+    """In replicas of two stages where there are ranks for it; the last step has a gradient that is nan."""
+    ids = np.random.default_rng(0).integers(0, 11, (3, 4, 5))
+
+    def train(comm, *, by_optimizer, **kind):
+        mesh = Mesh(comm, dp=2, pp=comm.size // 2)
+        stages = PipelineStage.of(gpt.layers(CONFIG), mesh.pp, ONE, dtype=np.float64)
+        ddp = DistributedDataParallel(stages, mesh.dp, bucket_bytes=2000, **kind)
+        optimizer = ddp.optimizer(SGD(1.0), max_norm=0.1 if by_optimizer else None)
+        pipe = PipelineExecutor(stages, mesh.pp, ONE, num_microbatches=2, loss_fn=cross_entropy)
+        norms = []
+        for batch in ids:
+            optimizer.zero_grad()
+            own = batch[2 * mesh.dp.rank : 2 * mesh.dp.rank + 2]
+            pipe.step(own[:, :-1], own[:, 1:], hooks=ddp.hooks(num_samples=2))
+            ddp.wait()
+            if not by_optimizer:
+                norms.append(ddp.clip_by_global_norm(0.1))
+            optimizer.step()
+            if by_optimizer:
+                norms.append(optimizer.grad_norm)
+                assert optimizer.was_taken()
+        values = {p.name: p.data.copy() for p in stages.parameters()}
+        if by_optimizer:
+            optimizer.zero_grad()
+            before = optimizer.num_steps
+            loss_hooks = ddp.hooks(num_samples=2)
+            stages.parameters()[0].data[...] = np.nan if comm.rank == 0 else 0.0
+            pipe.step(own[:, :-1], own[:, 1:], hooks=loss_hooks)
+            ddp.wait()
+            optimizer.step()
+            assert not optimizer.was_taken()
+            assert optimizer.num_steps == before
+            for p in stages.parameters()[1:]:
+                np.testing.assert_array_equal(p.data, values[p.name])
+        return norms, values
+
+    plain = ranks.run(lambda comm: train(comm, by_optimizer=False))
+    found = ranks.run(lambda comm: train(comm, by_optimizer=True, **kind))
+    for (norms, values), (plain_norms, plain_values) in zip(found, plain, strict=True):
+        assert min(plain_norms) > 0.1
+        np.testing.assert_allclose(norms, plain_norms, rtol=1e-12)
+        for name, value in values.items():
+            np.testing.assert_allclose(value, plain_values[name], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_of_exact_sums_does_not_clip(ranks):
+    def program(comm):
+        stages = PipelineStage.of(gpt.layers(CONFIG), SoloCommunicator(), ONE, dtype=np.float32)
+        ddp = DistributedDataParallel(stages, comm, sums="exact")
+        with pytest.raises(ValueError, match=r"with sums='exact' call ddp\.clip_by_global_norm"):
+            ddp.optimizer(SGD(1.0), max_norm=1.0)
+
+    ranks.run(program)

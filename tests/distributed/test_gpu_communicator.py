@@ -183,10 +183,13 @@ def test_an_allreduce_is_captured_and_replayed(ranks):
     ranks.run(program)
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_captured_data_parallel_step_is_the_step(ranks, zero, early):
+def test_a_captured_data_parallel_step_is_the_step(ranks, zero, early, max_norm):
     """Same bits, on every rank; buckets travel inside the graph, and where it steps early beside its updates.
+
+    A norm that shards add up may differ in its last bit.
 
     From the fifth step on rank 0 has fewer samples: it weighs less, in a graph of its own and in the other rank's.
     """
@@ -205,10 +208,9 @@ def test_a_captured_data_parallel_step_is_the_step(ranks, zero, early):
             how = {"step_early": early, "zero": zero} if captured else {}
             ddp = DistributedDataParallel(model, comm, bucket_bytes=1 << 16, **how)
             use_precision(model.parameters(), "bfloat16")
-            if captured and (early or zero):
-                optimizer = ddp.optimizer(AdamW(1e-2))
+            if captured:
+                optimizer = ddp.optimizer(AdamW(1e-2), max_norm=max_norm)
             else:
-                max_norm = None if early or zero else 1.0
                 optimizer = Optimizer(model.parameters(), AdamW(1e-2), max_norm=max_norm)
 
             def step(x, y):
@@ -225,9 +227,10 @@ def test_a_captured_data_parallel_step_is_the_step(ranks, zero, early):
             return losses, np.concatenate([values[p.name].get().reshape(-1) for p in model.parameters()])
 
         (losses, values), (graph_losses, graph_values) = train(captured=False), train(captured=True)
-        assert losses == graph_losses
-        np.testing.assert_array_equal(values, graph_values)
-        for other in comm.allgather(values).wait():
-            np.testing.assert_array_equal(other, values)
+        tolerance = 1e-3 if zero and max_norm is not None else 0
+        np.testing.assert_allclose(losses, graph_losses, rtol=tolerance)
+        np.testing.assert_allclose(values, graph_values, rtol=tolerance, atol=tolerance)
+        for other in comm.allgather(graph_values).wait():
+            np.testing.assert_array_equal(other, graph_values)
 
     ranks.run(program)

@@ -10,7 +10,7 @@ A step with gradients that no wait() has averaged is so an error, and replicas d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -18,6 +18,7 @@ from distributed.comm.communicator import Work
 from distributed.data_parallel.comm_hooks import CommHook
 from distributed.trace.recorder import Recorder
 from minigrad.flat_range import FlatRange
+from minigrad.optim.clipping import NormOver
 from minigrad.parameter import Hold, Parameter
 
 UNREDUCED = Hold(
@@ -56,3 +57,11 @@ class BucketOptions(TypedDict, total=False):
     last: Sequence[Parameter]
     comm_hook: CommHook
     recorder: Recorder | None
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """What an optimizer of buckets can be told; see `Optimizer`."""
+
+    decays: Callable[[Parameter], bool]
+    max_norm: float | None
+    norm_over: NormOver | None

@@ -23,10 +23,10 @@ from typing import Any, Unpack
 from distributed.clipping import PartNorm
 from distributed.comm.communicator import Communicator
 from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_values
-from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions
+from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions, OptimizerOptions
 from distributed.data_parallel.buckets.manager import THE_VERDICT, GradientBucketManager
 from minigrad.flat_range import TensorSlice
-from minigrad.optim import Optimizer, is_matrix
+from minigrad.optim import Optimizer
 from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Hold, Parameter, check_usable
 
@@ -68,8 +68,8 @@ class EarlyBuckets(GradientBucketManager):
         self.finish()
         return super().part_norm(params)
 
-    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
-        return EarlyOptimizer(self, rule, decays=decays)
+    def optimizer(self, rule: Rule, **options: Unpack[OptimizerOptions]) -> Optimizer:
+        return EarlyOptimizer(self, rule, **options)
 
     def whole_grads(self) -> dict[str, Any]:
         self.finish()
@@ -105,11 +105,11 @@ class EarlyOptimizer(Optimizer):
 
     Args:
         buckets: of a DistributedDataParallel with step_early=True.
-        rule, decays: see `Optimizer`.
+        rule, options: see `Optimizer`.
     """
 
-    def __init__(self, buckets: EarlyBuckets, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> None:
-        super().__init__(buckets.params, rule, decays=decays, parts=[bucket.range for bucket in buckets.buckets])
+    def __init__(self, buckets: EarlyBuckets, rule: Rule, **options: Unpack[OptimizerOptions]) -> None:
+        super().__init__(buckets.params, rule, parts=[bucket.range for bucket in buckets.buckets], **options)
         self._buckets = buckets
 
     def step(self) -> None:
@@ -119,6 +119,10 @@ class EarlyOptimizer(Optimizer):
             RuntimeError: somebody holds one of the gradients.
         """
         check_usable(self.params, "optimizer.step() with", in_part=True)
+        if self.max_norm is not None:
+            self._buckets.finish()
+            super().step()
+            return
         self._buckets.land_arrivals()  # of a step before, if nobody has read them
         step = self.num_steps
         if self._whole_step is not None:

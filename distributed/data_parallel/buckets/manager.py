@@ -16,14 +16,14 @@ optimizer that steps with it. `reduction.py` chooses among them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Unpack
 
 import numpy as np
 
-from distributed.clipping import PartNorm
+from distributed.clipping import ModelPart, NormOverRanks, PartNorm
 from distributed.comm.communicator import Communicator, Work
-from distributed.data_parallel.buckets.bucket import BROKEN, REDUCING, UNREDUCED, Bucket
+from distributed.data_parallel.buckets.bucket import BROKEN, REDUCING, UNREDUCED, Bucket, OptimizerOptions
 from distributed.data_parallel.buckets.launch_order import LaunchOrder
 from distributed.data_parallel.buckets.plan import default_bucket_bytes, plan_buckets
 from distributed.data_parallel.buckets.verdict import Verdict
@@ -31,8 +31,8 @@ from distributed.data_parallel.comm_hooks import CommHook, allreduce, average
 from distributed.trace.recorder import Recorder
 from minigrad.backend import xp_of
 from minigrad.flat_range import FlatRange
-from minigrad.optim import Optimizer, is_matrix
-from minigrad.optim.clipping import scale_to_norm
+from minigrad.optim import Optimizer
+from minigrad.optim.clipping import NormOver, scale_to_norm
 from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Hold, Parameter, check_resettable
 
@@ -288,9 +288,20 @@ class GradientBucketManager:
         """Scale some gradients as `minigrad.optim.clipping.scale_to_norm` does."""
         scale_to_norm(params, norm, max_norm)
 
-    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
+    def norm_over(self, part: ModelPart) -> NormOver | None:
+        """Return what an optimizer of these gradients clips by: the norm of the whole model. Collective.
+
+        Args:
+            part: that they are of.
+        """
+        return NormOverRanks(part) if part.comm.size > 1 else None
+
+    def optimizer(self, rule: Rule, **options: Unpack[OptimizerOptions]) -> Optimizer:
         """Return what steps with these gradients; see `Optimizer`."""
-        return Optimizer(self.params, rule, decays=decays)
+        return Optimizer(self.params, rule, **options)
+
+    def finish(self) -> None:
+        """Block until nothing is on its way: a subclass may let `wait` return earlier."""
 
     def check_idle(self) -> None:
         """Raise RuntimeError if a backward is under way."""

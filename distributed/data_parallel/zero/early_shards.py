@@ -11,23 +11,23 @@ last. Each rank launches all in one order, whatever comes when: collectives matc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Unpack
 
 from distributed.data_parallel.buckets.arrivals import waiting_for_values
-from distributed.data_parallel.buckets.bucket import Bucket
+from distributed.data_parallel.buckets.bucket import Bucket, OptimizerOptions
 from distributed.data_parallel.buckets.early import EarlyBuckets
 from distributed.data_parallel.zero.sharded import ShardedBuckets, ShardedOptimizer, is_trained, runs_to_gather
 from distributed.data_parallel.zero.sharded_gradients import GradientShards
-from minigrad.optim import Optimizer, is_matrix
+from minigrad.optim import Optimizer
 from minigrad.optim.update_rules import Rule
-from minigrad.parameter import Parameter
 
 
 class EarlyShards(EarlyBuckets, ShardedBuckets):
     """Buckets of level 1 that may still be on their way when `wait` returns."""
 
-    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
-        return EarlyShardedOptimizer(self, rule, decays=decays)
+    def optimizer(self, rule: Rule, **options: Unpack[OptimizerOptions]) -> Optimizer:
+        return EarlyShardedOptimizer(self, rule, **options)
 
 
 class EarlyGradientShards(EarlyShards, GradientShards):

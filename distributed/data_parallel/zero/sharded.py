@@ -27,15 +27,16 @@ Source: Rajbhandari et al. 2020, ZeRO, sections 5.1, 5.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NoReturn, Unpack
 
 import numpy as np
 
-from distributed.clipping import PartNorm
+from distributed.clipping import ModelPart, PartNorm
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_values
-from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions
+from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions, OptimizerOptions
 from distributed.data_parallel.buckets.manager import GradientBucketManager
 from distributed.data_parallel.comm_hooks import CommHook
 from distributed.data_parallel.zero.shards import (
@@ -48,8 +49,8 @@ from distributed.data_parallel.zero.shards import (
 from minigrad.backend import xp_of
 from minigrad.flat import FlatBuffer
 from minigrad.flat_range import FlatRange, TensorSlice, slices_in
-from minigrad.optim import Optimizer, is_matrix
-from minigrad.optim.clipping import clip_arrays, norm_of
+from minigrad.optim import Optimizer
+from minigrad.optim.clipping import NormOver, clip_arrays, norm_of, norm_of_parts
 from minigrad.optim.update_rules import Rule, divided
 from minigrad.parameter import Hold, Parameter, check_usable
 
@@ -110,13 +111,20 @@ class ShardedBuckets(GradientBucketManager):
         return shard.flat.grad_slice(shard.start, shard.stop)
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
-        self.check_reduced("the norm of")
-        own = [grad for _, grad in self._own(params)]
+        own = self.own_grads(params, "the norm of")
         is_exact = any(shard.flat.is_widened for shard in self.shards)
         return (PartNorm.exact(own) if is_exact else PartNorm(norm_of(own))).over(self.comm)
 
-    def optimizer(self, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> Optimizer:
-        return ShardedOptimizer(self, rule, decays=decays)
+    def own_grads(self, params: Iterable[Parameter], what: str) -> list[Array]:
+        """Return this rank's shards of some gradients, which `what` is about."""
+        self.check_reduced(what)
+        return [grad for _, grad in self._own(params)]
+
+    def norm_over(self, part: ModelPart) -> NormOver:
+        return NormOverShards(self, part)
+
+    def optimizer(self, rule: Rule, **options: Unpack[OptimizerOptions]) -> Optimizer:
+        return ShardedOptimizer(self, rule, **options)
 
     def whole_grads(self) -> dict[str, Array]:
         self.check_reduced("gathering")
@@ -179,6 +187,22 @@ class ShardedBuckets(GradientBucketManager):
         return self._reduced if p in self._whole_here else SHARDED
 
 
+@dataclass(frozen=True)
+class NormOverShards:
+    """The whole model, of which this rank has shards, for an optimizer that clips by its norm."""
+
+    buckets: ShardedBuckets
+    part: ModelPart
+
+    def counted_grads(self) -> Sequence[Array]:
+        self.buckets.finish()
+        return self.buckets.own_grads(self.part.counted_parameters(), "the norm of")
+
+    def add_up(self, squares: Array) -> None:
+        for comm in (self.buckets.comm, self.part.comm):
+            comm.allreduce(squares).wait()
+
+
 class ShardedOptimizer(Optimizer):
     """Steps this rank's shards, and lets the parameters be gathered while the next forward runs.
 
@@ -186,15 +210,15 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         buckets: of a DistributedDataParallel with zero=1 or 2.
-        rule, decays: see `Optimizer`.
+        rule, options: see `Optimizer`.
 
     Where ops see another precision, `use_precision` comes before this is made.
     """
 
-    def __init__(self, buckets: ShardedBuckets, rule: Rule, *, decays: Callable[[Parameter], bool] = is_matrix) -> None:
+    def __init__(self, buckets: ShardedBuckets, rule: Rule, **options: Unpack[OptimizerOptions]) -> None:
         for shard in (shard for by_rank in buckets.shards_by_rank for shard in by_rank):
             list(divided(shard, rule))  # what a rule refuses, it refuses on every rank
-        super().__init__(buckets.params, rule, decays=decays, parts=buckets.shards)
+        super().__init__(buckets.params, rule, parts=buckets.shards, **options)
         # In half precision what is trained is here, in shards, and the parameters have the copy that ops see.
         self._masters = [part.data.copy() if part.copy is not None else None for part in buckets.shards]
         self._master_dtypes = {part.flat: part.data.dtype for part in buckets.shards if part.copy is not None}
@@ -214,12 +238,14 @@ class ShardedOptimizer(Optimizer):
         """
         self._buckets.check_reduced("optimizer.step() with")
         self.finish()
-        self._has_all = False
         step = self.num_steps
         if self._whole_step is not None:
             if not self.is_captured:
                 self.advance()
-            self._whole_step.prepare([])
+            self._prepare_whole_step()
+        elif not self._may_step():
+            return
+        self._has_all = False
         self._arrivals = [self._gather(run) for run in self._updated_runs(step)]
         if self._whole_step is None:
             self.num_steps += 1
@@ -274,6 +300,12 @@ class ShardedOptimizer(Optimizer):
             arrival.land()
         self._has_all |= bool(self._arrivals)  # none where it failed to launch them
         self._arrivals = []
+
+    def _clip(self, norm_over: NormOver | None, max_norm: float) -> float:
+        assert norm_over is not None
+        norm = norm_of_parts(norm_over)
+        self._buckets.scale_to_norm(self.params, norm, max_norm)
+        return norm
 
     def state_arrays(self) -> NoReturn:
         """Refuse: there are only shards here.

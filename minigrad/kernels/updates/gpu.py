@@ -76,9 +76,6 @@ def _adamw(
     launch("adamw", dtype, ceil_div(ceil_div(w.size, 4), THREADS), args, vectors=vectors)
 
 
-_Part = tuple[Array, Array, Array, Array, "Array | None", tuple[tuple[int, int], ...]]
-
-
 class AdamWStep:
     """Whole steps of AdamW: the norm of all gradients, and one launch for each flat. See `reference.adamw_step`.
 
@@ -113,21 +110,10 @@ class AdamWStep:
         self._scalars[:2].set(np.array([lr, before], np.float32), stream=cp.cuda.get_current_stream())
         self._num_launched += 1
 
-    def apply(
-        self,
-        parts: Sequence[_Part],
-        counted: Sequence[Array] | None = None,
-        add_up: Callable[[Array], None] | None = None,
-    ) -> None:
-        """Clip, and update every part."""
-        grads = [g for _, g, *_ in parts] if counted is None else counted
-        self.prepare([g for g in grads if g.size] if self._max_norm is not None else [], add_up)
-        for part in parts:
-            self.update(*part)
-
     def prepare(self, grads: Sequence[Array], add_up: Callable[[Array], None] | None = None) -> None:
         """Make the numbers of this step, of all gradients where it clips by them."""
-        squares = cp.concatenate([square_parts(g) for g in grads]) if grads else cp.zeros(1, np.float64)
+        parts = [square_parts(g) for g in grads if g.size]
+        squares = cp.concatenate(parts) if parts else cp.zeros(1, np.float64)
         if add_up is not None:
             squares = squares.sum(keepdims=True)
             add_up(squares)

@@ -62,13 +62,12 @@ def adamw_step(
 ) -> Any:
     """Return what does a whole step, clipping included, without a question to the device; None: `adamw` by parts.
 
-    Of a GPU, an object: `advance(lr, step)` tells the device the numbers of the next step, and `apply(parts)` updates
-    (w, g, m, v, copy, kinds) each, where `kinds` lists (number of elements, kind) of the runs of w, and kind 1 has
-    weight decay, 0 none, 2 is frozen; `apply(parts, counted, add_up)` clips by the norm of other gradients than theirs,
-    whose squares `add_up` adds up over ranks. Or, part by part, `prepare(grads)`, then `update(*part)` each, which
-    with `follows=True` takes over first what somebody assigned to `copy`, of which w is the master. `norm()` asks for
-    the norm before clipping, `outcome()` whether the last step was taken, and how many were not since it was
-    last asked.
+    Of a GPU, an object: `advance(lr, step)` tells the device the numbers of the next step, `prepare(grads, add_up)`
+    makes the rest of them, of all gradients by whose norm it clips, or none; their squares `add_up` adds up over ranks.
+    Then `update(w, g, m, v, copy, kinds)` updates a part, where `kinds` lists (number of elements, kind) of the runs of
+    w, and kind 1 has weight decay, 0 none, 2 is frozen; `follows=True` takes over first what somebody assigned to
+    `copy`, of which w is the master. `norm()` asks for the norm before clipping, `outcome()` whether the last step was
+    taken, and how many were not since it was last asked.
 
     Args:
         loss_scale: what gradients are divided by and what each step updates, a `LossScale`, or None.
