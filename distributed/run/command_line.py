@@ -258,6 +258,8 @@ def _reader(field_name: str, kind: type, words: Mapping[str, Any]) -> Callable[[
     """Return what reads a flag's value, and says what it must be where it is not."""
 
     def read(text: str) -> Any:
+        if kind is str and not text:  # a variable of a shell that has no value; as a path it is the folder one is in
+            fail(f"{flag_of(field_name)} must not be empty")
         try:
             return words[text] if text in words else kind(text)
         except ValueError:

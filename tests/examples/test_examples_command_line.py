@@ -61,6 +61,13 @@ def test_wrong_command_line_is_one_line_from_one_rank(arguments: str, line: str)
         assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
 
 
+@pytest.mark.parametrize("flag", ["--run", "--resume", "--text", "--init-from", "--wandb", "--compress", "--lr-scale"])
+def test_a_flag_without_its_value_is_no_folder(flag: str) -> None:
+    """`--run "$RUN"` without a RUN left its files where one was, and `--text ""` read all that was there."""
+    result = run_as_rank(0, 1, f"{flag}=")
+    assert (result.returncode, result.stderr) == (2, f"train.py: {flag} must not be empty\n")
+
+
 def test_a_flag_that_a_resumed_run_keeps_can_be_taken_back_and_one_for_once_cannot() -> None:
     def given(argument: str) -> dict[str, object]:
         return vars(command_line.parser(TrainSettings, "").parse_args([argument]))
