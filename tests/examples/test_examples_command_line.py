@@ -101,7 +101,7 @@ def test_help_teaches_every_flag_once() -> None:
     assert "  --lr RATE " in result.stdout
     assert "  --progress {auto,bar,lines}\n" in result.stdout
     assert "default: None" not in result.stdout
-    assert len(titles) == len(set(titles)) == 13  # "options", and what each of twelve classes adds
+    assert len(titles) == len(set(titles)) == 14  # "options", and what each of thirteen classes adds
     result = run_as_rank(1, 2, "--help")
     assert (result.returncode, result.stdout) == (0, "")
 
