@@ -66,7 +66,7 @@ def main() -> None:
             mean = training.ddp.mean(loss.item())
             attempt.commit()
         if attempt.committed and attempt.comm.rank == 0:
-            print(f"step {attempt.step}: loss {mean:.4f}", flush=True)
+            print(f"step {attempt.step + 1}: loss {mean:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ class _SpreadRun:
                 del differences[name]
             wrong = next((name for name, difference in differences.items() if not difference <= case.rtol), None)
             self._raise_everywhere(
-                wrong and f"step {number}: {self._describe(wrong, differences[wrong], step, number, x, y, rows)}"
+                wrong and f"step {number + 1}: {self._describe(wrong, differences[wrong], step, number, x, y, rows)}"
             )
             largest = max(largest, *differences.values())  # the loss and the norm are always there
             ddp.buckets.scale_to_norm(self.params, norm, case.max_norm)

@@ -25,7 +25,7 @@ def test_the_loss_goes_on_as_if_nothing_had_happened(tmp_path: Path, tmp_path_fa
     undisturbed, _ = run(tmp_path_factory.mktemp("undisturbed"), kill_after=None)
     steps, deaths = run(tmp_path, kill_after=2)
     assert steps == undisturbed
-    assert [int(line.split()[1][:-1]) for line in steps] == list(range(NUM_STEPS))
+    assert [int(line.split()[1][:-1]) for line in steps] == list(range(1, NUM_STEPS + 1))
     said, healed = deaths
     assert said == "rank 1 died: a new rank takes its place"
     assert re.fullmatch(r"rank 1 died, healed in \d+\.\d s: 2 ranks go on after step \d+, from a living rank", healed)

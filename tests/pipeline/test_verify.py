@@ -78,7 +78,7 @@ def test_a_wrong_micro_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return zeros_for_the_last
 
     message = (
-        r"^\[rank 0\] dp 0, pp 0: step 0: the gradient of 'embed.position' differs by .*, on stage 0; "
+        r"^\[rank 0\] dp 0, pp 0: step 1: the gradient of 'embed.position' differs by .*, on stage 0; "
         "the part of micro-batch 2 is the first wrong one$"
     )
     expect(monkeypatch, PipelineStage, "backward_steps", broken, message)
@@ -88,7 +88,7 @@ def test_a_wrong_reduction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(start: Any) -> Any:
         return lambda self, reached, share, is_even: start(self, reached, share * (1 + self.comm.rank / 100))
 
-    message = r"^\[rank 0\] .*step 0: the gradient of 'embed.position' .*micro-batches are right, so their reduction"
+    message = r"^\[rank 0\] .*step 1: the gradient of 'embed.position' .*micro-batches are right, so their reduction"
     expect(monkeypatch, GradientBucketManager, "start", broken, message)
 
 
@@ -100,7 +100,7 @@ def test_a_loss_that_is_no_mean_is_named() -> None:
 
 
 def test_a_tied_parameter_that_is_not_summed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = r"^\[rank 0\] .*step 0: the gradient of 'embed.token.weight' .*, where it is one of several copies$"
+    message = r"^\[rank 0\] .*step 1: the gradient of 'embed.token.weight' .*, where it is one of several copies$"
     expect(monkeypatch, LocalStages, "sum_tied", lambda sum_tied: lambda self, before: None, message)
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(loss: Any) -> Any:
         return property(lambda self: 2 * loss.fget(self))
 
-    message = r"^\[rank 0\] dp 0, pp 0: step 0: the loss differs by 1\.0e\+00$"
+    message = r"^\[rank 0\] dp 0, pp 0: step 1: the loss differs by 1\.0e\+00$"
     expect(monkeypatch, executor.PipelineOutput, "loss", broken, message)
 
 
@@ -208,7 +208,7 @@ def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as stop:
         main(["verify", "gpt", "--dp", "1", "--pp", "2", "--microbatches", "2"])
     assert stop.value.code == 1
-    assert capsys.readouterr().err.startswith("not equal to one process: [rank 0] dp 0, pp 0: step 0: the gradient of")
+    assert capsys.readouterr().err.startswith("not equal to one process: [rank 0] dp 0, pp 0: step 1: the gradient of")
 
 
 @pytest.mark.parametrize("zero", [1, 2])
