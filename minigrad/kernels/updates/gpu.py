@@ -23,13 +23,18 @@ def square_sum(g: Array) -> float:
     return float(square_parts(g).sum())
 
 
-def square_parts(g: Array) -> Array:
-    """Return float64 numbers whose sum is the sum of squares of g."""
-    if g.dtype != np.float32 or not g.flags.c_contiguous:
-        return cp.square(g.astype(np.float64)).sum().reshape(1)
-    parts = cp.empty(_SQUARE_BLOCKS, np.float64)
-    launch("square_sum", g.dtype, _SQUARE_BLOCKS, (g, parts, g.size), vectors=aligned(g))
-    return parts
+def square_parts(*grads: Array) -> Array:
+    """Return float64 numbers whose sum is the sum of all squares, in an array that asks the host nothing."""
+    parts = cp.empty((max(1, len(grads)), _SQUARE_BLOCKS), np.float64)
+    if not grads:
+        parts.fill(0)
+    for row, g in zip(parts, grads, strict=False):
+        if g.dtype == np.float32 and g.flags.c_contiguous:
+            launch("square_sum", g.dtype, _SQUARE_BLOCKS, (g, row, g.size), vectors=aligned(g))
+        else:
+            row.fill(0)
+            row[0] = cp.square(g.astype(np.float64)).sum()
+    return parts.reshape(-1)
 
 
 def exact_square_sums(g: Array) -> list[float]:
@@ -112,8 +117,7 @@ class AdamWStep:
 
     def prepare(self, grads: Sequence[Array], add_up: Callable[[Array], None] | None = None) -> None:
         """Make the numbers of this step, of all gradients where it clips by them."""
-        parts = [square_parts(g) for g in grads if g.size]
-        squares = cp.concatenate(parts) if parts else cp.zeros(1, np.float64)
+        squares = square_parts(*(g for g in grads if g.size))
         if add_up is not None:
             squares = squares.sum(keepdims=True)
             add_up(squares)
