@@ -1,6 +1,6 @@
 """Data parallelism over NCCL, GPT-2 124M in bfloat16: each rank has a GPU, the whole step is one graph a rank.
 
-    mpirun -n 2 python -m mpi4py benchmarks/gpu_ddp.py
+    CUDA_DEVICE_MAX_CONNECTIONS=1 mpirun -n 2 python -m mpi4py benchmarks/gpu_ddp.py
 
 Beside it the same step without a reduction, on the same cards, and PyTorch's: DistributedDataParallel and alone.
 Variants take turns, back and forth, and all ranks start a turn together; a turn begins with steps that do not count,
@@ -32,6 +32,7 @@ from minigrad.models import GPT, GPTConfig
 from minigrad.optim import AdamW, Optimizer
 from minigrad.precision import use_precision
 
+BUCKET_BYTES = 50 << 20  # twice the default: NVLink is faster with long messages
 Step = Callable[[], Any]
 
 
@@ -62,8 +63,8 @@ def our_steps(size: str, comm: Communicator) -> dict[str, Step]:
         return (lambda: captured(x, y)), ddp
 
     alone, _ = new_step()
-    together, ddp = new_step(step_early=True)
-    in_shards, _ = new_step(step_early=True, zero=1)
+    together, ddp = new_step(step_early=True, bucket_bytes=BUCKET_BYTES)
+    in_shards, _ = new_step(step_early=True, bucket_bytes=BUCKET_BYTES, zero=1)
     parts = [cp.zeros(b.range.stop - b.range.start, np.float32) for b in ddp.buckets.buckets]
 
     def reduce() -> None:
@@ -139,6 +140,11 @@ def measured(steps: dict[str, Step], comm: Communicator, num_rounds: int) -> dic
     return found
 
 
+def machine(comm: Communicator) -> str:
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "the driver's number of")
+    return f"{comm.size} x {gpu_name()}, {comm.library}, CuPy {cp.__version__}, {queues} queues for streams"
+
+
 def report(size: str, seconds: dict[str, list[float]], num_ranks: int) -> Iterator[Line]:
     tokens = SIZES[size][0] * SIZES[size][1]["context"]
     for name, values in seconds.items():
@@ -149,8 +155,10 @@ def report(size: str, seconds: dict[str, list[float]], num_ranks: int) -> Iterat
             one, many = (median(seconds[kind]) for kind in (f"{library}, one card", name))
             yield Line(f"{size}: {name}, thousand tokens/s on {num_ranks} cards", num_ranks * tokens / many / 1e3, "k")
             yield Line(f"{size}: {name}, times one card", num_ranks * one / many, "x")
-    one, many, alone = (median(seconds[f"minigrad, {kind}"]) for kind in ("one card", "DDP", "the reduction alone"))
-    yield Line(f"{size}: minigrad, share of the reduction hidden", 1 - max(0.0, many - one) / alone, "x")
+    one, alone = (median(seconds[f"minigrad, {kind}"]) for kind in ("one card", "the reduction alone"))
+    for kind in ("DDP", "ZeRO 1"):
+        many = median(seconds[f"minigrad, {kind}"])
+        yield Line(f"{size}: minigrad, {kind}, share of the reduction hidden", 1 - max(0.0, many - one) / alone, "x")
 
 
 def main() -> None:
@@ -161,13 +169,12 @@ def main() -> None:
     args = parser.parse_args()
     use_gpu(local_rank())
     comm = world(gpus=True)
-    head = f"{comm.size} x {gpu_name()}, {comm.library}, CuPy {cp.__version__}"
     steps = our_steps(args.size, comm)
     seconds = measured(steps, comm, args.rounds)
     if not args.no_peers:
         seconds |= measured(torch_steps(args.size, comm), comm, args.rounds)
     if comm.rank == 0:
-        print(head)
+        print(machine(comm))
         for line in report(args.size, seconds, comm.size):
             print(line, flush=True)
 

@@ -1,6 +1,6 @@
 """A pipeline on GPUs over NCCL, GPT-2 124M in bfloat16: each rank has a GPU, a whole step is one graph a rank.
 
-    mpirun -n 2 python -m mpi4py benchmarks/gpu_pipeline.py
+    CUDA_DEVICE_MAX_CONNECTIONS=1 mpirun -n 2 python -m mpi4py benchmarks/gpu_pipeline.py
 
 Layers are measured first, on one card: embedding, head and the halves of a block, of which stages are cut. Beside each
 schedule stand the same micro-batches on one card, one after the other, and what the simulator has where messages take
@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-import cupy as cp
 import numpy as np
 from engine import Line
 from gpu import LEARNING_RATE, SIZES
-from gpu_ddp import measured
+from gpu_ddp import machine, measured
 from stage_times import NUM_MICROBATCHES, LayerTimes, Times, layer_times, simulated
 
 import minigrad as mg
 from distributed import Communicator, SoloCommunicator, local_rank, world
-from minigrad.backend import gpu_name, to_device, use_gpu
+from minigrad.backend import to_device, use_gpu
 from minigrad.cuda_graph import CapturedStep
 from minigrad.models import gpt
 from minigrad.optim import AdamW, Optimizer
@@ -114,7 +113,7 @@ def main() -> None:
     config = gpt.GPTConfig(**SIZES[args.size][1])
     times: LayerTimes = comm.broadcast_object(layer_times(config, args.microbatch_size))
     if comm.rank == 0:
-        print(f"{comm.size} x {gpu_name()}, {comm.library}, CuPy {cp.__version__}")
+        print(machine(comm))
         names = [name for name, _ in gpt.layers(config, half_blocks=True)]
         for i in (0, 1, 2, len(names) - 1):
             print(f"a micro-batch of {args.microbatch_size}, {names[i]}: {times.layers[i]}", flush=True)

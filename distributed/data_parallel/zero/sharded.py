@@ -56,6 +56,7 @@ from minigrad.parameter import Hold, Parameter, check_usable
 
 IN_SHARDS = "each rank has the sum of its own shard only: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm"
 GATHER_BYTES = 1 << 20  # of small buckets that are gathered together: a gather costs calls, and hides behind few ops
+GPU_GATHER_BYTES = 48 << 20  # there it hides behind the updates of other shards, and a long one is faster
 SHARDED = Hold(f"its grad is reduced, and {IN_SHARDS}", final=True, partial=True, after_reset=UNREDUCED)
 
 
@@ -350,7 +351,8 @@ def runs_to_gather(buckets: Iterable[Bucket]) -> Iterator[list[Bucket]]:
             yield run
             run = []
         run.append(bucket)
-        if sum(b.range.data.nbytes for b in run) >= GATHER_BYTES:
+        values = [b.range.data for b in run]
+        if sum(v.nbytes for v in values) >= (GATHER_BYTES if xp_of(values[0]) is np else GPU_GATHER_BYTES):
             yield run
             run = []
     if run:
