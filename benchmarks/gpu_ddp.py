@@ -141,8 +141,8 @@ def measured(steps: dict[str, Step], comm: Communicator, num_rounds: int) -> dic
 
 
 def machine(comm: Communicator) -> str:
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "the driver's number of")
-    return f"{comm.size} x {gpu_name()}, {comm.library}, CuPy {cp.__version__}, {queues} queues for streams"
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "the driver's")
+    return f"{comm.size} x {gpu_name()}, {comm.library}, CuPy {cp.__version__}, queues for streams: {queues}"
 
 
 def report(size: str, seconds: dict[str, list[float]], num_ranks: int) -> Iterator[Line]:
@@ -177,6 +177,10 @@ def main() -> None:
         print(machine(comm))
         for line in report(args.size, seconds, comm.size):
             print(line, flush=True)
+    if not args.no_peers:
+        import torch.distributed
+
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
