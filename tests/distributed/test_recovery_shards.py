@@ -27,11 +27,13 @@ KINDS = {
     "zero 2, two stages": {"zero": 2, "pp": 2},
     "float16": {"precision": "float16"},
     "steps early": {"step_early": True},
+    "zero 1, steps early": {"zero": 1, "step_early": True},
+    "zero 2, steps early": {"zero": 2, "step_early": True},
     "int8": {"hook": lambda: ErrorFeedback("int8")},
     "powersgd": {"hook": lambda: PowerSGD(1)},
     "topk": {"hook": lambda: TopK(0.1)},
 }
-QUICK = ("zero 1", "zero 2, float16", "topk")
+QUICK = ("zero 1", "zero 1, steps early", "zero 2, float16", "topk")
 SHARED_OUT = [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.long)
     for kind in KINDS
