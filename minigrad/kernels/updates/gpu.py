@@ -141,12 +141,13 @@ class AdamWStep:
         Args:
             follows: take over first what somebody assigned to the copy, which is what others see of w.
         """
+        if not w.size:  # a shard of a bucket with fewer numbers than ranks
+            return
         if kinds not in self._runs:
             lengths, codes = zip(*kinds, strict=True)
             starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
             self._runs[kinds] = cp.asarray(starts), cp.asarray(codes, np.uint8)
-        if w.size:
-            _adamw(w, g, m, v, copy, self._scalars, *self._runs[kinds], *self._betas, follows=follows)
+        _adamw(w, g, m, v, copy, self._scalars, *self._runs[kinds], *self._betas, follows=follows)
 
     def norm(self) -> float:
         """Return the norm of all gradients before clipping, as of the last step; asks the device."""
