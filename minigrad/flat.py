@@ -316,7 +316,7 @@ def zero_grad(params: Iterable[Parameter]) -> None:
     Raises:
         RuntimeError: somebody holds one of them; then none is marked.
     """
-    params = list(params)
+    params = [p for p in params if p.hold is None or not p.hold.is_reset]
     check_resettable(params, "zero_grad() of")
     for p in params:
         p.grad = None

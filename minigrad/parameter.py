@@ -33,6 +33,7 @@ class Hold:
         final: the gradient has its last value. It may be used, but not added to; a reset ends the hold.
         partial: this process has only a part of the gradient. It cannot be read, nor used as a whole.
         after_reset: what takes the place of a final hold then.
+        is_reset: the gradient is fresh already, so that zero_grad leaves it alone.
     """
 
     reason: str
@@ -40,6 +41,7 @@ class Hold:
     final: bool = False
     partial: bool = False
     after_reset: Hold | None = None
+    is_reset: bool = False
 
 
 class Parameter(Tensor):

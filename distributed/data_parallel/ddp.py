@@ -189,7 +189,7 @@ class DistributedDataParallel:
         Raises:
             RuntimeError: the last backward is not over.
         """
-        self.buckets.check_idle()
+        self.buckets.expect_backward()
         if self.comm.size > 1:
             check_told_again("how many samples they have")
         waiting = self.comm.waiting_for("the number of samples of each rank, in ddp.hooks")

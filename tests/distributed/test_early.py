@@ -160,6 +160,7 @@ def test_a_step_that_is_not_taken_leaves_nothing_behind(ranks):
     def program(comm):
         model, ddp, optimizer, works = one_step(comm, take=False)
         optimizer.zero_grad()
+        optimizer.zero_grad()  # of one loop at its end, of another at its beginning
         with pytest.raises(RuntimeError, match="its bucket of the last step is still on its way"):
             mg.backward(mg.sum(model(np.ones((1, 2)))))
         mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
@@ -169,6 +170,34 @@ def test_a_step_that_is_not_taken_leaves_nothing_behind(ranks):
         np.testing.assert_array_equal(model.first.data, -1)
 
     ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_resets", [0, 1, 2])
+def test_a_step_of_micro_batches_comes_after_one_that_is_not_taken(ranks, num_resets):
+    """The first of them add to gradients before the hooks are called."""
+
+    def program(comm, step_early):
+        zero = 0 if num_resets else 2  # of which gradients may add up
+        stages = PipelineStage.of(gpt.layers(CONFIG), SoloCommunicator(), SCHEDULES["1f1b"], dtype=np.float64)
+        hook = {} if zero else {"comm_hook": late([])}
+        ddp = DistributedDataParallel(stages, comm, bucket_bytes=2000, zero=zero, step_early=step_early, **hook)
+        optimizer = ddp.optimizer(optim.SGD(0.1))
+        pipe = PipelineExecutor(
+            stages, SoloCommunicator(), SCHEDULES["1f1b"], num_microbatches=2, loss_fn=mg.cross_entropy
+        )
+        for step in range(2):
+            ids = np.random.default_rng(step + comm.rank).integers(0, CONFIG.vocab_size, (2, 7))
+            hooks = ddp.hooks(num_samples=2)
+            with rng.scope(seed=1, step=step, first_sample=ddp.first_sample):
+                pipe.step(ids[:, :-1], ids[:, 1:], hooks=hooks)
+            ddp.wait()
+            for _ in range(num_resets if step == 0 else 0):
+                optimizer.zero_grad()
+        optimizer.step()
+        return np.concatenate([p.data.ravel() for p in stages.parameters()])
+
+    np.testing.assert_array_equal(ranks.run(program, True), ranks.run(program, False))
 
 
 @pytest.mark.ranks(2)

@@ -55,6 +55,7 @@ def train(
     stages = PipelineStage.of(gpt.layers(config), mesh.pp, SCHEDULES[schedule], dtype=np.float64)
     for p in stages.parameters():
         p.requires_grad = p.name not in frozen
+    assert pp > 1 or set(frozen) <= {p.name for p in stages.parameters()}
     ddp = DistributedDataParallel(
         stages,
         mesh.dp,
@@ -154,7 +155,7 @@ def test_the_norm_counts_each_parameter_once_and_clips_all_alike(ranks):
 
 @pytest.mark.ranks(3)
 def test_frozen_parameters_stay_as_they_are(ranks):
-    frozen = {"embed.token.weight", "blocks.1.mlp.up.weight"}
+    frozen = {"embed.token.weight", "block1.up.weight"}
     without = ranks.run(lambda comm: train(comm, 0, frozen=frozen))
     for zero in LEVELS:
         check_same(
@@ -163,10 +164,16 @@ def test_frozen_parameters_stay_as_they_are(ranks):
 
 
 @pytest.mark.ranks(2)
-def test_gradients_accumulate_whole_with_level_1_and_in_shards_with_level_2(ranks):
-    without = ranks.run(lambda comm: train(comm, 0, accumulate=3))
-    check_same(ranks.run(lambda comm: train(comm, 1, accumulate=3)), without)
-    check_same(ranks.run(lambda comm: train(comm, 2, accumulate=3)), without, exact=False)  # sums over ranks come first
+@pytest.mark.parametrize("step_early", [False, True])
+def test_gradients_accumulate_whole_with_level_1_and_in_shards_with_level_2(ranks, step_early):
+    """Each time in micro-batches, the first of which add up before the hooks are called."""
+    how = {"accumulate": 3, "max_norm": None}
+    without = ranks.run(lambda comm: train(comm, 0, **how))
+    first, second = (
+        ranks.run(lambda comm, zero=zero: train(comm, zero, **how, step_early=step_early)) for zero in LEVELS
+    )
+    check_same(first, without)
+    check_same(second, without, exact=False)  # sums over ranks come first
 
 
 def test_one_rank_alone_has_everything(ranks):
@@ -386,6 +393,31 @@ def test_a_step_given_up_by_one_rank_leaves_nothing_behind(ranks, zero):
     for w, b in ranks.run(program):
         np.testing.assert_allclose(w, -1, rtol=1e-6)
         np.testing.assert_allclose(b, -1, rtol=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("step_early", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_are_reduced_a_second_time_are_dropped(ranks, zero, step_early):
+    """A backward is refused for want of a zero_grad, and cancelled: that sent them again, and step took what came."""
+
+    def program(comm):
+        model = Toy(4)
+        ddp = DistributedDataParallel(model, comm, zero=zero, step_early=step_early)
+        optimizer = ddp.optimizer(optim.SGD(3.0))
+        model.step(ddp, np.ones(4), wait=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"its grad is (already reduced|reduced, and each rank)"):
+            model.step(ddp, np.ones(4), wait=True)
+        ddp.cancel()
+        with pytest.raises(RuntimeError, match="its grad is this rank's own"):
+            optimizer.step()
+        model.step(ddp, np.ones(4), wait=True)
+        optimizer.step()
+        return model.w.data.copy()
+
+    for w in ranks.run(program):
+        np.testing.assert_allclose(w, -2, rtol=1e-6)
 
 
 @pytest.mark.ranks(2)

@@ -30,7 +30,10 @@ from minigrad.optim import Optimizer
 from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Hold, Parameter, check_usable
 
-RESET = Hold("its bucket of the last step is still on its way; a step and the next forward, or the hooks, wait for it")
+RESET = Hold(
+    "its bucket of the last step is still on its way; a step and the next forward, or ddp.hooks, wait for it",
+    is_reset=True,
+)
 ON_ITS_WAY = Hold(
     "its grad is still on its way: step by ddp.optimizer(rule), clip by ddp.clip_by_global_norm",
     final=True,
@@ -62,6 +65,12 @@ class EarlyBuckets(GradientBucketManager):
         for arrival in self.arrivals:
             arrival.land()
         self.arrivals = []
+
+    def expect_backward(self) -> None:
+        """Land what no step was taken with: micro-batches add to gradients before the last of them calls `start`."""
+        super().expect_backward()
+        if not self.arrivals:
+            self.finish()
 
     def part_norm(self, params: Sequence[Parameter]) -> PartNorm:
         check_usable(params, "the norm of", in_part=True)

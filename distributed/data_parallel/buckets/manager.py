@@ -303,6 +303,14 @@ class GradientBucketManager:
     def finish(self) -> None:
         """Block until nothing is on its way: a subclass may let `wait` return earlier."""
 
+    def expect_backward(self) -> None:
+        """Take note that one begins soon, perhaps without the hooks at first: a subclass ends what is in its way.
+
+        Raises:
+            RuntimeError: a backward is under way.
+        """
+        self.check_idle()
+
     def check_idle(self) -> None:
         """Raise RuntimeError if a backward is under way."""
         if self.under_way:
@@ -331,11 +339,13 @@ class GradientBucketManager:
 
     def _drop(self) -> None:
         """Forget the backward under way and what it left in the gradients."""
+        sent = {p for b in self.buckets if self.under_way and b.work is not None for p in b.range.params}
         self.under_way = False
         for bucket in self.buckets:
             bucket.work, bucket.is_landed = None, False
         for p in self.params:
-            if p.hold is None or not p.hold.final:  # final ones are of the step before, and whole
+            # Final ones are of the step before, and whole, unless they have been reduced a second time since.
+            if p.hold is None or not p.hold.final or p in sent:
                 p.hold = self._unreduced
                 p.grad = None
 
