@@ -228,9 +228,10 @@ def test_average_is_one_reduction_and_has_the_bits_of_a_weighted_sum(cupy: Any) 
     run(3, program, connected=False)
 
 
-def test_slices_of_several_arrays_are_gathered_in_place(cupy: Any) -> None:
+@pytest.mark.parametrize("sizes", [(1, 5, 2), (0, 5, 0), (0,)], ids=str)
+def test_slices_of_several_arrays_are_gathered_in_place(cupy: Any, sizes: tuple[int, ...]) -> None:
     def program(comm: Any) -> None:
-        wholes = [np.arange(3 * n, dtype=np.float32) + n for n in (1, 5, 2)]
+        wholes = [np.arange(3 * n, dtype=np.float32) + n for n in sizes]
         flats = []
         for whole in wholes:
             flat = cupy.asarray(np.full_like(whole, -1)).copy()

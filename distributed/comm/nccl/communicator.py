@@ -23,7 +23,7 @@ from distributed.comm.nccl.side_stream import SideStream
 from distributed.comm.nccl.stream_flags import StreamFlags
 from distributed.comm.reduction import ReduceOp, divide_mean, is_comparison
 from distributed.comm.transfer import as_bytes
-from distributed.comm.work import Array, Work
+from distributed.comm.work import Array, JoinedWork, Work
 from minigrad.backend import address, cupy, gpu_bus_id, is_half, nccl_module, widened, xp_of
 
 _SUM, _MAX, _MIN, _AVERAGE = 0, 2, 3, 4  # the last multiplies each value by 1 / size, then adds up
@@ -194,16 +194,18 @@ class NCCLCommunicator(Communicator):
         if self._gathers is None:
             self._gathers = self._new_nccl(), SideStream(self._cp)
         nccl, side_stream = self._gathers
+        full = [flat for flat in flats if flat.size] or flats[:1]
 
         def gather(stream: int) -> None:
             start_group, end_group = self._group
             start_group()
-            for flat in flats:
+            for flat in full:
                 own = flat[self._own_slice(flat)]
                 nccl.allGather(address(own), address(flat), own.nbytes, _UINT8, stream)
             end_group()
 
-        return side_stream.start(flats[0], gather, flats)
+        work = side_stream.start(full[0], gather, flats)
+        return work if full[0] is flats[0] else JoinedWork([work], lambda _: flats[0])
 
     def _new_nccl(self) -> Any:
         """Make NCCL's communicator of these ranks. Collective."""
