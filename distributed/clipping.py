@@ -170,9 +170,7 @@ class NormOverRanks:
     part: ModelPart
 
     def __post_init__(self) -> None:
-        num_held = self.part.comm.gather_objects(len(self.part.parameters()))
-        if 0 in num_held:
-            raise ValueError(f"clipping by the norm of all ranks needs parameters on each, got {num_held} by rank")
+        check_held_everywhere(self.part)
 
     def counted_grads(self) -> Sequence[Array]:
         params = self.part.counted_parameters()
@@ -181,6 +179,13 @@ class NormOverRanks:
 
     def add_up(self, squares: Array) -> None:
         self.part.comm.allreduce(squares).wait()
+
+
+def check_held_everywhere(part: ModelPart) -> None:
+    """Raise ValueError if some rank holds no parameter, and so no optimizer that could add to a norm. Collective."""
+    num_held = part.comm.gather_objects(len(part.parameters()))
+    if 0 in num_held:
+        raise ValueError(f"clipping by the norm of all ranks needs parameters on each, got {num_held} by rank")
 
 
 def _expansion(values: Sequence[float]) -> tuple[float, ...]:

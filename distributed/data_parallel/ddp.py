@@ -316,7 +316,8 @@ class DistributedDataParallel:
             max_norm: clip by the norm of the whole model in each step, and take none where that is infinite or nan; see
                 `Optimizer`. Where it is given a step is collective. None: clip by `clip_by_global_norm`, or not at all.
         Raises:
-            ValueError: max_norm is not positive, or sums are exact, by whose exact norm `clip_by_global_norm` clips.
+            ValueError: max_norm is not positive, or some rank of a pipeline holds no parameter, or sums are exact, by
+                whose exact norm `clip_by_global_norm` clips.
         """
         if max_norm is not None and self._is_exact:
             raise ValueError("an optimizer clips by no exact norm: with sums='exact' call ddp.clip_by_global_norm")

@@ -169,6 +169,20 @@ def test_a_rank_without_parameters_could_not_take_part(ranks):
     ranks.run(program)
 
 
+@pytest.mark.ranks(6)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_shards_of_a_rank_without_parameters_could_not_either(ranks, zero):
+    """On a GPU the others would add up squares with NCCL, and it on the host: nobody would come to the other's sum."""
+
+    def program(comm):
+        mesh = Mesh(comm, dp=2, pp=3)
+        ddp = DistributedDataParallel(first_and_last(mesh.pp), mesh.dp, zero=zero)
+        with pytest.raises(ValueError, match=r"needs parameters on each, got \[1, 0, 1\] by rank"):
+            ddp.optimizer(SGD(1.0), max_norm=1.0)
+
+    ranks.run(program)
+
+
 KINDS = [{"zero": zero, "step_early": early} for zero in (0, 1, 2) for early in (False, True)]
 
 

@@ -33,7 +33,7 @@ from typing import Any, NoReturn, Unpack
 
 import numpy as np
 
-from distributed.clipping import ModelPart, PartNorm
+from distributed.clipping import ModelPart, PartNorm, check_held_everywhere
 from distributed.comm.communicator import Array, Communicator, Work
 from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_values
 from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions, OptimizerOptions
@@ -190,10 +190,19 @@ class ShardedBuckets(GradientBucketManager):
 
 @dataclass(frozen=True)
 class NormOverShards:
-    """The whole model, of which this rank has shards, for an optimizer that clips by its norm."""
+    """The whole model, of which this rank has shards, for an optimizer that clips by its norm.
+
+    Making one is collective.
+
+    Raises:
+        ValueError: some rank holds no parameter.
+    """
 
     buckets: ShardedBuckets
     part: ModelPart
+
+    def __post_init__(self) -> None:
+        check_held_everywhere(self.part)
 
     def counted_grads(self) -> Sequence[Array]:
         self.buckets.finish()
