@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 
 _PACKAGES = Path(__file__).parents[2]
 _NOT_OWN = (
-    *(str(_PACKAGES / name) for name in ("minigrad", "distributed", "pipeline")),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(f"{_PACKAGES / name}{os.sep}" for name in ("minigrad", "distributed", "pipeline")),
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<",  # what has no file
 )
 

@@ -60,7 +60,8 @@ def problem_of(
     limit = [most - held - reserve for most, held in zip(has, holds, strict=True)]
     if min(limit) <= 0:
         got = " and ".join(" ".join(map(amount, dict.fromkeys(values))) for values in (has, holds))
-        raise ValueError(f"memory must be more than what ranks hold beside their micro-batches, got {got}")
+        passed = f", and {amount(reserve)} for what stages pass to each other" if reserve else ""
+        raise ValueError(f"memory must be more than what ranks hold beside their micro-batches, got {got}{passed}")
     sizes = each("message_bytes", message_bytes, num_stages - 1, "boundaries")
     return Problem.of(
         num_ranks=num_ranks,

@@ -13,6 +13,7 @@ from pipeline import SCHEDULES, Schedule, ScheduleError, from_text
 from pipeline.cli import files, flags
 from pipeline.cli import main as cli
 from pipeline.cli.flags import MOST_ACTIONS
+from pipeline.cli.own_code import place_of
 from pipeline.schedules.csv_file import MOST_CHARACTERS
 from pipeline.schedules.drawing.text import draw_order
 
@@ -320,6 +321,17 @@ def test_an_error_in_code_of_ones_own_is_one_line_with_its_place(command, tmp_pa
     Path("own.py").write_text(OWN_CASES)
     status, out, err = run(command.split(), capsys)
     assert (status, out, err) == (2, "", f"python -m pipeline: {PLACES[command]}\n")
+
+
+def test_a_file_beside_the_packages_is_ones_own_whatever_its_name_begins_with():
+    places = []
+    for name in ("pipeline_of_mine.py", "pipeline/of_theirs.py"):
+        path = Path(flags.__file__).parents[2] / name
+        with pytest.raises(ZeroDivisionError) as raised:
+            exec(compile("1 / 0", str(path), "exec"))
+        raised.value.__traceback__ = raised.value.__traceback__.tb_next  # without the line above
+        places.append(place_of(raised.value))
+    assert [place and Path(place).name for place in places] == ["pipeline_of_mine.py:1", None]
 
 
 def test_an_error_that_no_code_of_ones_own_has_a_part_in_is_a_traceback(monkeypatch):

@@ -9,6 +9,7 @@ from pipeline import SCHEDULES
 from pipeline.cli.main import main
 from pipeline.schedules.compare import Work, peaks_of, searched, timeline_of
 from pipeline.schedules.held import StageBytes, from_json, rank_bytes, to_json
+from pipeline.schedules.placed import problem_of
 
 STAGES = {  # two chunks a rank: unequal, so that a sum over the wrong stages shows
     2: [StageBytes(100, 100, 200, 10, 4, 13, 3, 3, 3, 0), StageBytes(50, 50, 100, 20, 8, 26, 6, 6, 6, 5)],
@@ -87,6 +88,23 @@ def test_the_search_keeps_what_its_ranks_really_hold_under_the_limit(path, capsy
     work = Work(measured=measured, memory=330)
     schedule = searched(2, 4, work, num_tries=20)
     assert max(peaks_of(schedule, timeline_of(schedule, 2, 4, work), work)) <= 330
+
+
+def test_memory_that_is_kept_for_what_stages_pass_is_part_of_the_error():
+    """Ranks had 8 where 7 were held, and it said that this must be more."""
+    work = dict.fromkeys(("forward", "backward_input", "backward_weight", "activations"), 1.0)
+    with pytest.raises(ValueError, match=r"got 8 and 7, and 2 for what stages pass to each other$"):
+        problem_of(
+            "one",
+            num_ranks=2,
+            num_microbatches=2,
+            latency=0.0,
+            deferred=0.0,
+            static=7.0,
+            memory=8.0,
+            reserve=2.0,
+            **work,
+        )
 
 
 @pytest.mark.long
