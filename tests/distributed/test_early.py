@@ -286,6 +286,28 @@ def test_a_shard_of_a_bucket_that_has_come_is_updated_before_the_next_bucket_is_
     ranks.run(program)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_after_finish_a_step_needs_no_other_rank(ranks, zero):
+    """Ranks that may die vote on a step between the two: one that died later would leave it half done on the others."""
+
+    def program(comm):
+        model = Two()
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, zero=zero, step_early=True)
+        optimizer = ddp.optimizer(optim.SGD(1.0))
+        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+        for bucket in ddp.buckets.buckets:
+            bucket.work = Late(bucket.work)
+        ddp.wait()
+        optimizer.finish()
+        assert all(bucket.is_landed for bucket in ddp.buckets.buckets)
+        optimizer.step()
+        return model.first.data.copy()
+
+    for first in ranks.run(program):
+        np.testing.assert_array_equal(first, -1)
+
+
 class Logged(Work):
     """Work that notes when somebody waits for it."""
 

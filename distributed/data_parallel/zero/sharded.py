@@ -247,7 +247,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: somebody holds one of the gradients.
         """
         self._buckets.check_reduced("optimizer.step() with")
-        self.finish()
+        self._land_arrivals()
         step = self.num_steps
         if self._whole_step is not None:
             if not self.is_captured:
@@ -262,7 +262,7 @@ class ShardedOptimizer(Optimizer):
         for whole in self._ranges:
             whole.note_step("the optimizer")
         if self.is_captured:
-            self.finish()  # a graph has all that it begins; no host waits
+            self._land_arrivals()  # a graph has all that it begins; no host waits
 
     def _updated_runs(self, step: int) -> Iterator[list[Bucket]]:
         """Update this rank's shards, and yield the buckets that are gathered together, as one after the other can be.
@@ -305,6 +305,10 @@ class ShardedOptimizer(Optimizer):
         return Arrival(params, bring)
 
     def finish(self) -> None:
+        self._land_arrivals()
+        self._buckets.finish()
+
+    def _land_arrivals(self) -> None:
         """Block until all parameters are there."""
         for arrival in self._arrivals:
             arrival.land()
