@@ -133,7 +133,8 @@ def recovering(
         say: called on one rank as soon as a death is seen, with a line that says who died and what follows; and
             at the beginning where the world survives none.
     Raises:
-        ValueError: buddy_every or num_spares is negative, or no rank is left that trains.
+        ValueError: buddy_every or num_spares is negative, or no rank is left that trains, or the optimizer clips by a
+            norm of several ranks, which it would ask for in its step.
     """
     loop = Loop(comm, build, heal, restore, buddy_every, num_spares, usable, say)
     if say is not None and comm.rank == 0 and not comm.survives:

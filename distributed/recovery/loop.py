@@ -193,6 +193,7 @@ class Loop(Generic[T]):
                 self.comm = deal(self.world, self._place, self._most, self._usable)
                 if self.comm is not None:
                     training = self._build(self.comm)
+                    self._check_step(training)
                 own_memories = [] if training is None else memories_of(training)
                 memories = frozenset().union(*self.world.gather_objects(own_memories))
                 found = fetch(
@@ -227,6 +228,14 @@ class Loop(Generic[T]):
             num_redone = reached - found.step
             num_ranks = self.comm.size
             self._recovery = Recovery(found.step, found.source, num_redone, num_ranks, found.forgets, seconds, dead)
+
+    def _check_step(self, training: T) -> None:
+        """Refuse an optimizer whose step needs other ranks: one that dies then would leave it undone on some."""
+        if self.world.survives and training.optimizer.norm_over is not None:
+            raise ValueError(
+                "an optimizer that clips by the norm of several ranks needs them in its step, after they have agreed "
+                "on it: make it without max_norm, and call ddp.clip_by_global_norm before attempt.commit()"
+            )
 
     def _has_spares(self) -> bool:
         return self.comm is None or self.comm.size < self.world.size

@@ -109,6 +109,14 @@ def test_what_all_replicas_have_comes_from_one_that_lives(kind, phase):
     assert [recovery.source for recovery in results[-1]] == ["a living rank"]
 
 
+@pytest.mark.parametrize("layout", [{"zero": 1}, {"pp": 2}], ids=str)
+def test_a_step_that_asks_other_ranks_for_a_norm_is_refused(layout):
+    """It comes after the vote: where a rank died, some had the norm and stepped, others went on as if they had."""
+    with pytest.raises(ValueError, match=r"call ddp\.clip_by_global_norm before attempt\.commit\(\)"):
+        world(2).run(lambda comm: train(comm, builder(**layout, max_norm=1.0)))
+    world(2).run(lambda comm: train(comm, builder(max_norm=1.0), num_steps=1))  # replicas know the norm
+
+
 @pytest.mark.parametrize(("kind", "calls"), [("zero 2", 9), ("zero 2, float16", 10), ("int8", 10)])  # its votes
 def test_a_spare_takes_nothing_with_it(kind, calls):
     """Shards that are being gathered, and what a compression has kept in a step that fails, live on those who train."""

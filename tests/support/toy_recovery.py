@@ -43,6 +43,7 @@ def builder(
     zero: int = 0,
     step_early: bool = False,
     muon: bool = False,
+    max_norm: float | None = None,
     precision: str = "",
     exact: bool = False,
     compress: str = "",
@@ -68,7 +69,7 @@ def builder(
         ddp = DistributedDataParallel(stages, mesh.dp, comm_hook=comm_hook or allreduce, **how)
         if precision:
             use_precision(stages.parameters(), precision)
-        optimizer = ddp.optimizer(Muon(lr, others=AdamW(lr)) if muon else AdamW(lr))
+        optimizer = ddp.optimizer(Muon(lr, others=AdamW(lr)) if muon else AdamW(lr), max_norm=max_norm)
         model: Any = stages
         if comm_hook is not None:
             comm_hook.attach(ddp.buckets)
