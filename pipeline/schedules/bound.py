@@ -1,7 +1,8 @@
 """What no order can beat: lower bounds on the time of a step, each with its reason.
 
-    busiest rank    a rank runs one action at a time
-    critical path   the first micro-batch must get to a rank, all of them through it, and the last one back
+    busiest rank    a rank runs one action at a time, from when the first micro-batch is there
+    critical path   the first micro-batch must get to a rank, all of them through it, and the last one back; a rank that
+                    has run all its forwards waits for its first backward
     memory          what a rank may hold limits the forwards that it can run while the first backward is on its way,
                     and the micro-batches that can be under way at a time (`windows`)
 
@@ -30,7 +31,7 @@ class Bound(NamedTuple):
 
 def lower_bounds(problem: Problem, *, span: bool = False) -> list[Bound]:
     """List the three lower bounds on the makespan, or on the longest span of a rank; the largest of them counts."""
-    kinds = _busiest(problem), _critical_path(problem, span=span), _memory(problem, span=span)
+    kinds = _busiest(problem, span=span), _critical_path(problem, span=span), _memory(problem, span=span)
     largest = [max(bounds, key=lambda bound: bound.time) for bounds in kinds]
     return [bound._replace(time=problem.rounded_up(bound.time)) for bound in largest]
 
@@ -42,9 +43,22 @@ def _work(problem: Problem, rank: int) -> float:
     )
 
 
-def _busiest(problem: Problem) -> Iterator[Bound]:
+def _start(problem: Problem, rank: int, *, span: bool) -> float:
+    """Return when the first micro-batch can be on a rank; a span begins there."""
+    return 0.0 if span else problem.down(0, problem.stages_of_rank[rank][0])
+
+
+def _busiest(problem: Problem, *, span: bool) -> Iterator[Bound]:
     for rank in range(problem.num_ranks):
-        yield Bound(_work(problem, rank), f"busiest rank: rank {rank} computes for so long")
+        start = _start(problem, rank, span=span)
+        begun = " once the first micro-batch is there" if start else ""
+        yield Bound(start + _work(problem, rank), f"busiest rank: rank {rank} computes for so long{begun}")
+
+
+def _idle(problem: Problem, rank: int, forwards: float) -> float:
+    """Return how long a rank idles before its first backward, which runs forwards for so long."""
+    stages = problem.stages_of_rank[rank]
+    return max(0.0, problem.round_trip(stages[0], stages[-1]) - forwards)
 
 
 def _critical_path(problem: Problem, *, span: bool) -> Iterator[Bound]:
@@ -63,6 +77,11 @@ def _critical_path(problem: Problem, *, span: bool) -> Iterator[Bound]:
                     problem.down(start, stages[0]) + through + back,
                     f"critical path: to rank {rank}, all its forwards and backwards, and back",
                 )
+        idle = _idle(problem, rank, m * sum(problem.forward[s] for s in own))
+        yield Bound(
+            _start(problem, rank, span=span) + idle + _work(problem, rank),
+            f"critical path: rank {rank} has run all its forwards while its first backward is on its way",
+        )
     for start in [own[0] for own in stages_of_rank] if span else [0]:
         there = problem.round_trip(start, start)
         back = problem.backward_input[start] + problem.backward_weight[start]
@@ -79,12 +98,11 @@ def _memory(problem: Problem, *, span: bool) -> Iterator[Bound]:
     """Yield what memory costs: before a rank's first backward, and in the number of micro-batches under way."""
     m = problem.num_microbatches
     if problem.num_stages == problem.num_ranks:
-        yield Bound(_first_backwards(problem, span=span), "memory: forwards that fill the wait for a first backward")
+        yield _first_backwards(problem, span=span)
     for rank, stages in enumerate(problem.stages_of_rank):
-        start = 0.0 if span else problem.down(0, stages[0])
-        wait = problem.round_trip(stages[0], stages[-1])
+        start = _start(problem, rank, span=span)
         yield Bound(
-            start + max(0.0, wait - _most_forward(problem, rank)) + _work(problem, rank),
+            start + _idle(problem, rank, _most_forward(problem, rank)) + _work(problem, rank),
             f"memory: rank {rank} has no room for more forwards while its first backward is on its way",
         )
         held = m * sum(problem.activations[s] * problem.round_trip(s, s) for s in stages)
@@ -127,7 +145,7 @@ def _most_forward(problem: Problem, rank: int) -> float:
     return time
 
 
-def _first_backwards(problem: Problem, *, span: bool) -> float:
+def _first_backwards(problem: Problem, *, span: bool) -> Bound:
     """Return the bound that the waits of all ranks for their first backwards give together; one stage a rank.
 
     Until its first backward a rank can only run forwards: whole ones, and as many as fit. Between the starts of two
@@ -165,4 +183,5 @@ def _first_backwards(problem: Problem, *, span: bool) -> float:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if allows(middle) else (middle, high)
-    return low
+    kind = "memory" if min(most) < problem.num_microbatches else "critical path"
+    return Bound(low, f"{kind}: forwards that fill the wait for a first backward")

@@ -65,6 +65,28 @@ def test_bounds_of_many_stages_take_no_longer_than_the_stages_are_many(span):
     assert process_time() - start < 1
 
 
+@pytest.mark.parametrize("span", [False, True])
+@pytest.mark.parametrize("size", SMALL, ids=lambda size: f"{size[0]}-{size[1]}-{size[2]}-{size[3].__name__}")
+def test_where_ranks_hold_any_amount_no_bound_is_by_memory(size, span):
+    """A rank that begins late, or that has run all its forwards, was said to have no room for more."""
+    for seed in range(50):
+        problem = random_problem(*size, random.Random(seed))
+        problem = replace(problem, limit=(math.inf,) * problem.num_ranks)
+        bound = max(lower_bounds(problem, span=span), key=lambda bound: bound.time)
+        assert not bound.reason.startswith("memory"), (seed, bound)
+
+
+def test_a_bound_says_what_bounds():
+    loop = Problem.of(num_ranks=2, num_microbatches=3, rank_of=round_robin, num_stages=4)
+    begun = "busiest rank: rank 1 computes for so long once the first micro-batch is there"
+    assert search(loop, num_tries=1).bound == (19, begun)
+    few = Problem.of(num_ranks=4, num_microbatches=2, rank_of=round_robin, num_stages=4)
+    waits = "critical path: rank 0 has run all its forwards while its first backward is on its way"
+    assert search(few, num_tries=1).bound == (11, waits)
+    full = "memory: rank 1 has no room for more forwards while its first backward is on its way"
+    assert search(a_v(2, 3, 3), num_tries=1).bound == (20, full)
+
+
 @pytest.mark.parametrize("index", [0, 3, *(pytest.param(index, marks=LONG) for index in (1, 2, 4, 5))])
 def test_the_search_is_as_short_as_zb_2p_and_proves_that_nothing_is_shorter(index):
     """All twelve rows: benchmarks/search.py."""
