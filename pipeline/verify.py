@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
@@ -73,20 +74,24 @@ class Case:
         Raises:
             TypeError: layers or batches are not pairs.
         """
-        for what, pairs, of_what in (("layers", self.layers, "(name, factory)"), ("batches", self.batches, "(x, y)")):
-            wrong = pairs if not isinstance(pairs, Sequence) else next((p for p in pairs if not _is_pair(p)), None)
+        for what, pairs, of_what, is_one in (
+            ("layers", self.layers, "(name, factory)", _is_layer),
+            ("batches", self.batches, "(x, y)", _is_pair),
+        ):
+            wrong = pairs if not isinstance(pairs, Sequence) else next((p for p in pairs if not is_one(p)), None)
             if wrong is not None:
-                raise TypeError(f"a case's {what} must be a list of {of_what}, got {wrong!r:.200}")
+                raise TypeError(f"a case's {what} must be a list of {of_what}, got {short_repr(wrong)}")
 
     def loss(self, output: Any, y: Array) -> Tensor:
         """Return what loss_fn does.
 
         Raises:
-            ValueError: that is no tensor.
+            ValueError: that is no tensor, or it has axes.
         """
         loss = self.loss_fn(output, y)
-        if not isinstance(loss, Tensor):
-            raise ValueError(f"a case's loss_fn must return a Tensor, the mean loss, got {type(loss).__name__}")
+        if not isinstance(loss, Tensor) or loss.shape:
+            got = f"one of shape {loss.shape}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"a case's loss_fn must return a Tensor without axes, the mean loss, got {got}")
         return loss
 
 
@@ -101,13 +106,15 @@ class Report:
     pp: int
     schedule: str
     num_microbatches: int
+    zero: int
     num_steps: int
     num_parameters: int
     largest_difference: float
 
     def __str__(self) -> str:
+        sharded = f" zero={self.zero}" if self.zero else ""
         return (
-            f"dp={self.dp} pp={self.pp} {self.schedule} micro-batches={self.num_microbatches}: "
+            f"dp={self.dp} pp={self.pp} {self.schedule} micro-batches={self.num_microbatches}{sharded}: "
             f"{counted(self.num_steps, 'step')}, {counted(self.num_parameters, 'gradient')} each, "
             f"equal to one process within {self.largest_difference:.1e}"
         )
@@ -140,7 +147,7 @@ def verify(
         comm: collective over these dp * pp ranks; by default ranks are threads of this process.
     Raises:
         MismatchError: the first difference: step, parameter, rank, stage and micro-batch; on every rank.
-        ValueError: the case has no batch.
+        ValueError: the case has no batch, or its loss or gradient is not finite in one process.
     """
     if not case.batches:
         raise ValueError("a case must have a batch to train on, got none")
@@ -160,6 +167,10 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
+def _is_layer(value: Any) -> bool:
+    return _is_pair(value) and isinstance(value[0], str) and callable(value[1])
+
+
 def _build(case: Case, dtype: Any = None) -> Sequential:
     param = ParamGetter(case.seed, dtype or case.dtype)
     return Sequential(factory(param) for _, factory in case.layers)
@@ -177,6 +188,8 @@ def _train_alone(case: Case) -> list[_Step]:
             loss = case.loss(model(x), y)
         backward(loss)
         norm = grad_norm(params)
+        if not np.isfinite((loss.item(), norm)).all():
+            raise ValueError(f"step {number + 1} in one process: loss {loss.item():g}, norm of the gradient {norm:g}")
         steps.append(_Step(values, loss.item(), _grads(params), norm))
         scale_to_norm(params, norm, case.max_norm)
         optimizer.step()
@@ -231,9 +244,8 @@ class _SpreadRun:
             largest = max(largest, *differences.values())  # the loss and the norm are always there
             ddp.buckets.scale_to_norm(self.params, norm, case.max_norm)
             optimizer.step()
-        num_parameters = len(expected[0].grads)
-        sizes = (mesh.dp.size, mesh.pp.size)
-        return Report(*sizes, self.schedule.name, self.num_microbatches, len(expected), num_parameters, largest)
+        layout = (mesh.dp.size, mesh.pp.size, self.schedule.name, self.num_microbatches, self.zero)
+        return Report(*layout, len(expected), len(expected[0].grads), largest)
 
     def _differences(self, own: Mapping[str, Array], step: _Step, loss: float, norm: float) -> dict[str, float]:
         """Return the relative difference of all that this rank can compare, tied parameters after the others."""

@@ -48,16 +48,22 @@ def count(text: str) -> int:
     return value
 
 
-def _numbers(what: str, allows: Callable[[float], bool], *, commas: bool = False) -> Callable[[str], Numbers]:
+def _numbers(
+    what: str, allows: Callable[[float], bool], *, commas: bool = False, units: bool = False
+) -> Callable[[str], Numbers]:
+    what += f", with or without one of {', '.join(UNITS)}" * units + ", or several with commas" * commas
+
+    def one(part: str) -> float:
+        unit = next((unit for unit in UNITS if units and part.endswith(unit)), "")
+        return float(part.removesuffix(unit)) * UNITS.get(unit, 1)
+
     def read(text: str) -> Numbers:
         try:
-            values = [float(part) for part in (text.split(",") if commas else [text])]
+            values = list(map(one, text.split(",") if commas else [text]))
         except ValueError:
             values = [math.nan]  # which no rule allows
         if not all(map(allows, values)):
-            raise argparse.ArgumentTypeError(
-                f"must be {what}{', or several with commas' * commas}, got {shortened(text)!r}"
-            )
+            raise argparse.ArgumentTypeError(f"must be {what}, got {shortened(text)!r}")
         return values if len(values) > 1 else values[0]
 
     return read
@@ -71,6 +77,9 @@ latencies = _numbers("a number of at least 0", lambda value: 0 <= value < math.i
 rate = _numbers("a number above 0, or inf", lambda value: value > 0)
 rates = _numbers("a number above 0, or inf", lambda value: value > 0, commas=True)
 sizes = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, commas=True)
+memory = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, units=True)
+memories = _numbers("a number of at least 0", lambda value: 0 <= value < math.inf, units=True, commas=True)
+part = _numbers("a number above 0", lambda value: 0 < value < math.inf, units=True)
 
 
 def skips(text: str) -> list[tuple[int, int]]:
@@ -84,39 +93,17 @@ def skips(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def memories(text: str) -> Numbers:
-    """Read amounts of memory, as 8, 8GiB or 100MiB,200MiB."""
-
-    def one(part: str) -> float:
-        number, unit = next(((part.removesuffix(u), size) for u, size in UNITS.items() if part.endswith(u)), (part, 1))
-        return float(number) * unit
-
-    try:
-        values = [one(part) for part in text.split(",")]
-    except ValueError:
-        values = [math.nan]
-    if not all(0 <= value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(
-            f"must be a number of at least 0, with or without one of {', '.join(UNITS)}, or several with commas, "
-            f"got {text!r}"
-        )
-    return values if len(values) > 1 else values[0]
-
-
-def memory(text: str) -> float:
-    """Read one amount of memory, as 8GiB."""
-    value = memories(text)
-    if isinstance(value, list):
-        raise argparse.ArgumentTypeError(f"must be one number, got {text!r}")
-    return value
-
-
 def counts(text: str) -> list[int]:
     """Read whole numbers of at least 1, as 2..16 or 2,4,8."""
     first, dots, last = text.partition("..")
+    try:
+        given = [count(number) for number in ((first, last) if dots else text.split(","))]
+    except argparse.ArgumentTypeError as error:
+        what = "whole numbers of at least 1, as 2..16 or 2,4,8"
+        raise argparse.ArgumentTypeError(f"must be {what}, got {shortened(text)!r}") from error
     if not dots:
-        return [count(part) for part in text.split(",")]
-    numbers = range(count(first), count(last) + 1)
+        return given
+    numbers = range(given[0], given[1] + 1)
     if numbers and numbers[-1] > MOST_ACTIONS:  # before there is a list of them
         raise argparse.ArgumentTypeError(f"must go to {MOST_ACTIONS:,} at most, got {shortened(text)!r}")
     if not numbers:

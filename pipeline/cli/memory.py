@@ -10,6 +10,7 @@ from pipeline.cli import files, flags
 from pipeline.cli.schedule_flags import AS_WRITTEN, MICROBATCHES, RANKS, add_microbatches
 from pipeline.cli.verify import check_sizes, find_case
 from pipeline.runtime.memory import stage_bytes
+from pipeline.runtime.partition import count_blocks
 from pipeline.schedules.held import Measured, StageBytes, from_json, rank_bytes, to_json
 from pipeline.schedules.schedule import SCHEDULES
 from pipeline.schedules.words import amount, counted
@@ -76,10 +77,13 @@ def measure(case: Case, num_microbatches: int) -> Measured:
         raise ValueError(f"--microbatches must be at most {len(case.batches[0][0])}, the samples of a batch")
     x, y = (part[: -(-len(part) // num_microbatches)] for part in case.batches[0])
 
+    num_blocks = count_blocks([name for name, _ in case.layers])
+
     @cache
     def stages_of(num_stages: int) -> list[StageBytes]:
-        if num_stages > len(case.layers):
-            raise ValueError(f"a model of {counted(len(case.layers), 'layer')} cannot be cut into {num_stages} stages")
+        if num_stages > num_blocks:
+            layers = f"{counted(num_blocks, 'layer')}, embedding and head not counted,"
+            raise ValueError(f"a model of {layers} cannot be cut into {counted(num_stages, 'stage')}")
         return stage_bytes(
             case.layers,
             x,

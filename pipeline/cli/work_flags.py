@@ -39,7 +39,7 @@ _FLAGS = {
     "static": _Flag("memory of weights, their gradients and optimizer state", flags.memory),
     "memory": _Flag("memory that a rank has, as 8GiB", flags.memory, flags.memories),
     "gradient-bytes": _Flag("gradients of a rank, reduced over replicas beside the backward", flags.memory),
-    "bucket-bytes": _Flag("the most that is reduced at a time", flags.memory),
+    "bucket-bytes": _Flag("the most that is reduced at a time", flags.part),
     "reduction-latency": _Flag("time that each bucket takes besides its bytes", flags.latency),
     "reduction-bandwidth": _Flag("bytes that are reduced in a unit of time", flags.rate),
 }

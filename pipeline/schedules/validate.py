@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from pipeline.schedules.action import Action, Kind, Placement, ScheduleError
 from pipeline.schedules.drawing.text import draw_order
@@ -47,7 +48,7 @@ def validate(
 def _check_placement(rank_of: Placement, num_stages: int, num_ranks: int) -> None:
     for stage in range(num_stages):
         rank = rank_of(stage, num_ranks)
-        if rank not in range(num_ranks):
+        if not _is_number(rank, num_ranks):
             raise ScheduleError(f"rank_of must give a rank from 0 to {num_ranks - 1}, got {rank!r} for stage {stage}")
 
 
@@ -65,9 +66,9 @@ def _check_cells(
                     f"an order holds compute actions only (F, B, W, BW, F&B), {_got(action, rank)}", [cell]
                 )
             for single in action.singles:
-                if not 0 <= single.stage < num_stages:
+                if not _is_number(single.stage, num_stages):
                     raise ScheduleError(f"stages are numbered 0 to {num_stages - 1}, {_got(action, rank)}", [cell])
-                if not 0 <= single.microbatch < num_microbatches:
+                if not _is_number(single.microbatch, num_microbatches):
                     most = num_microbatches - 1
                     raise ScheduleError(f"micro-batches are numbered 0 to {most}, {_got(action, rank)}", [cell])
                 if owners[single.stage] != rank:
@@ -89,6 +90,11 @@ def _check_cells(
             for part in action.parts:
                 done[part] = cell
     return done
+
+
+def _is_number(value: Any, count: int) -> bool:
+    """Whether this is one of the numbers below `count`: NumPy's integers are, a float that equals one is not."""
+    return hasattr(value, "__index__") and 0 <= value < count
 
 
 def _got(action: Action, rank: int) -> str:

@@ -199,7 +199,7 @@ def test_a_cell_of_one_letter_too_many_is_not_taken_for_another():
 
 
 OWN = """
-from pipeline import SCHEDULES, F, Schedule
+from pipeline import BW, SCHEDULES, F, Schedule, gpipe
 
 
 def numbers(rank, num_ranks, num_microbatches):
@@ -227,7 +227,16 @@ def forwards(rank, num_ranks, num_microbatches):
     return [F(rank, i) for i in range(num_microbatches)]
 
 
+def lettered(rank, num_ranks, num_microbatches):
+    return [F("a", 0)]
+
+
+def halves(rank, num_ranks, num_microbatches):
+    return [make(rank * 1.0, i) for i in range(num_microbatches) for make in (F, BW)]
+
+
 schedule = Schedule("schedule", numbers)
+on_a_half = Schedule("on_a_half", gpipe, rank_of=lambda stage, num_ranks: stage * 1.0)
 """
 SAID = {
     "numbers": "own:numbers must give actions, as pipeline.F(0, 1), got 1",
@@ -236,6 +245,9 @@ SAID = {
     "leaves": "own:leaves gives no order: SystemExit: 3",
     "breaks": "own:breaks gives no order: KeyError: ",
     "endless": "stages times micro-batches must make at most 1,000,000 actions",
+    "lettered": "stages are numbered 0 to ",
+    "halves": "stages are numbered 0 to ",
+    "on_a_half": "rank_of must give a rank from 0 to ",
     "forwards": "every stage runs every micro-batch: rank 0 has no B or BW of micro-batch 0 on stage 0",
 }
 
@@ -289,6 +301,18 @@ def no_layers():
 def no_batches():
     return case(batches=[1, 2])
 
+def a_loss_each():
+    return case(loss_fn=lambda output, y: output * output)
+
+def a_nan():
+    return case(loss_fn=lambda output, y: cross_entropy(output, y) * float("nan"))
+
+def no_factory():
+    return case(layers=[("a", 3), ("b", 4)])
+
+def an_x():
+    return case(batches=[(np.zeros((24, 8)),)])
+
 def place(stage, num_ranks):
     return {0: 0}[stage]
 
@@ -300,14 +324,23 @@ PLACES = {
     "memory own:in_loss --pp 2": "NameError: name 'nothing' is not defined (own.py:15)",
     "verify own:in_factory": "KeyError: 'width' (own.py:18)",
     "memory own:in_factory --pp 2": "KeyError: 'width' (own.py:18)",
-    "verify own:a_number": "a case's loss_fn must return a Tensor, the mean loss, got float",
-    "memory own:a_number --pp 2": "a case's loss_fn must return a Tensor, the mean loss, got float",
+    "verify own:a_number": "a case's loss_fn must return a Tensor without axes, the mean loss, got float",
+    "memory own:a_number --pp 2": "a case's loss_fn must return a Tensor without axes, the mean loss, got float",
+    "verify own:a_loss_each": "a case's loss_fn must return a Tensor without axes, the mean loss, got one of shape "
+    "(24, 4)",
+    "memory own:a_loss_each --pp 2": "a case's loss_fn must return a Tensor without axes, the mean loss, got one of "
+    "shape (3, 4)",
+    "verify own:a_nan": "step 1 in one process: loss nan, norm of the gradient nan",
     "verify own:no_layers": "own:no_layers() must return a pipeline.verify.Case, but ended in TypeError: "
     "a case's layers must be a list of (name, factory), got 3 (own.py:12)",
     "verify own:no_batches": "own:no_batches() must return a pipeline.verify.Case, but ended in TypeError: "
     "a case's batches must be a list of (x, y), got 1 (own.py:12)",
-    "check own:placed": "own:placed places stage 1 on no rank: KeyError: 1 (own.py:33)",
-    "verify mlp --schedule own:placed": "own:placed places stage 1 on no rank: KeyError: 1 (own.py:33)",
+    "verify own:no_factory": "own:no_factory() must return a pipeline.verify.Case, but ended in TypeError: "
+    "a case's layers must be a list of (name, factory), got ('a', 3) (own.py:12)",
+    "verify own:an_x": "own:an_x() must return a pipeline.verify.Case, but ended in TypeError: "
+    "a case's batches must be a list of (x, y), got (array([[0., 0... 0., 0., 0.]]),) (own.py:12)",
+    "check own:placed": "own:placed places stage 1 on no rank: KeyError: 1 (own.py:45)",
+    "verify mlp --schedule own:placed": "own:placed places stage 1 on no rank: KeyError: 1 (own.py:45)",
     "simulate own:few": "own:few places stage 0 on no rank: TypeError: "
     "<lambda>() takes 1 positional argument but 2 were given",
 }

@@ -206,7 +206,9 @@ def test_what_is_found_is_drawn(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["sweep", "--ranks", "4..2"], "must go from a number to a larger one, got '4..2'"),
-        (["sweep", "--ranks", "0..2"], "must be a whole number of at least 1, got '0'"),
+        (["sweep", "--ranks", "0..2"], "must be whole numbers of at least 1, as 2..16 or 2,4,8, got '0..2'"),
+        (["sweep", "--ranks", "2.."], "must be whole numbers of at least 1, as 2..16 or 2,4,8, got '2..'"),
+        (["sweep", "--ranks", "2,,4"], "must be whole numbers of at least 1, as 2..16 or 2,4,8, got '2,,4'"),
         (["sweep", "--memory", "8GB"], "must be a number of at least 0, with or without one of KiB, MiB, GiB, TiB"),
         (["sweep", "--svg", "x.svg"], "--svg draws one schedule, got 11"),
         (
@@ -216,6 +218,17 @@ def test_what_is_found_is_drawn(tmp_path, capsys):
         (
             ["sweep", "1f1b", "--svg", "x.svg", "--ranks", "2,3", "--memory", "1,2", "--latency", "0,1"],
             "at most two things, got several of ranks, latency, memory",
+        ),
+        (["sweep", "--memory", "8,x"], "one of KiB, MiB, GiB, TiB, or several with commas, got '8,x'"),
+        (["compare", "--memory", "8,9"], "with or without one of KiB, MiB, GiB, TiB, got '8,9'"),
+        (["compare", "--bucket-bytes", "0"], "--bucket-bytes: must be a number above 0, with or without one of KiB"),
+        (
+            ["simulate", "1f1b", "--ranks", "9", "--measured", "gpt"],
+            "a model of 8 layers, embedding and head not counted, cannot be cut into 9 stages",
+        ),
+        (
+            ["compare", "1f1b", "--ranks", "9", "--measured", "gpt"],
+            "a model of 8 layers, embedding and head not counted, cannot be cut into 9 stages",
         ),
         (["compare", "--ranks-per-host", "0"], "must be a whole number of at least 1, got '0'"),
         (["search", "--memory", "1", "--static", "2"], "--memory must be more than --static, got 1 and 2"),

@@ -114,11 +114,24 @@ def test_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(monkeypatch, executor.PipelineOutput, "loss", broken, message)
 
 
-def test_something_that_is_not_finite_is_a_mismatch() -> None:
+def test_something_that_is_not_finite_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.runtime import executor
+
+    message = r"^\[rank 0\] dp 0, pp 0: step 1: the loss differs by nan$"
+    expect(monkeypatch, executor.PipelineOutput, "loss", lambda loss: property(lambda self: float("nan")), message)
+
+
+def test_a_case_that_is_not_finite_in_one_process_is_an_error() -> None:
+    """Its micro-batch 0 was said to be the first wrong one, of a layout with no fault."""
     x, y = MLP_CASE.batches[0]
     case = Case(MLP_CASE.layers, [(np.where(x > 1, np.nan, x), y)], mg.cross_entropy)
-    with pytest.raises(MismatchError, match="differs by nan"):
+    with pytest.raises(ValueError, match=r"^step 1 in one process: loss nan, norm of the gradient nan$"):
         verify(case, pp=2, num_microbatches=2)
+
+
+def test_a_report_says_what_was_sharded() -> None:
+    said = [str(verify(MLP_CASE, dp=2, num_microbatches=2, zero=zero)).partition(":")[0] for zero in (0, 2)]
+    assert said == ["dp=2 pp=1 1f1b micro-batches=2", "dp=2 pp=1 1f1b micro-batches=2 zero=2"]
 
 
 # -- the command --------------------------------------------------------------------------
