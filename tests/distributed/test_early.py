@@ -287,6 +287,41 @@ def test_a_shard_of_a_bucket_that_has_come_is_updated_before_the_next_bucket_is_
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("is_reversed", "frozen", "expected"),
+    [
+        (False, "", [0, "second", 1, "first"]),
+        (True, "", [1, "first", 0, "second"]),
+        (False, "second", [1, "first", 0, "second"]),
+        (True, "first", [0, "second", 1, "first"]),
+    ],
+)
+def test_shards_step_as_their_buckets_were_launched_and_frozen_ones_last(ranks, is_reversed, frozen, expected):
+    """A bucket of frozen parameters has nothing to gather, but is there too when the step is over."""
+
+    def program(comm):
+        model = Two()
+        for p in model.parameters():
+            p.requires_grad = p.name != frozen
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, zero=1, step_early=True)
+        optimizer = ddp.optimizer(optim.SGD(1.0))
+        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+        log = []
+        for bucket in ddp.buckets.buckets:
+            bucket.work = Logged(bucket.work, bucket.number, log)
+        ddp.wait()
+        if is_reversed:  # as learned from a backward in which they became complete so
+            ddp.buckets.order.buckets.reverse()
+        updated = optimizer._update
+        optimizer._update = lambda part, *args: (log.append(part.params[0].name), updated(part, *args))
+        optimizer.step()
+        assert log == expected
+        assert [p.data[0, 0] for p in model.parameters()] == [1 if p.name == frozen else -1 for p in model.parameters()]
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_after_finish_a_step_needs_no_other_rank(ranks, zero):
     """Ranks that may die vote on a step between the two: one that died later would leave it half done on the others."""
