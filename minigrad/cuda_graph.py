@@ -103,6 +103,7 @@ class CapturedStep:
                     result = self._step(*shape.inputs)
                 shape.num_calls += 1  # of calls that went well: nothing is compiled in a capture
                 return result
+            self._optimizer.finish()  # what a step that is no graph has begun, and its next forward would wait for
             if shape.graph is None:
                 self._capture(shape)
             self._optimizer.advance()
@@ -141,7 +142,6 @@ class CapturedStep:
         """Record one step of this shape without running it."""
         if current_hook() is not None:
             raise RuntimeError("a step cannot be captured while profile() or detect_anomaly() looks at its ops")
-        self._optimizer.finish()  # what a step before began and a forward waits for
         self._optimizer.is_captured = True
         try:
             with self._cp.cuda.using_allocator(shape.pool.malloc):
