@@ -279,6 +279,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _, unknown, words = message.partition("unrecognized arguments: ")
         known = [option.lstrip("-") for action in self._actions for option in action.option_strings]
-        given = words.split()[0].partition("=")[0].lstrip("-") if unknown else ""  # dashes make all flags alike
-        close = difflib.get_close_matches(given, known, 1)
+        given = words.split()[0].partition("=")[0] if unknown else ""
+        alike = 0.6 if given.startswith("-") else 0.8  # a value is no flag, unless its dashes were forgotten
+        close = difflib.get_close_matches(given.lstrip("-"), known, 1, alike)  # dashes make all flags alike
         fail(message + (f"; is it --{close[0]}?" if close else ""))

@@ -16,6 +16,7 @@ from distributed.run.flags import COUNT_OR_NONE, MOST, NOT_NEGATIVE, SHARE, Boun
 from distributed.run.settings import RunSettings
 from minigrad.backend import DEVICES
 from minigrad.precision import PRECISIONS
+from pipeline.schedules.schedule import Schedule
 
 GRAPHS = ("auto", "on", "off")
 
@@ -144,6 +145,12 @@ class StageSettings(HybridSettings):
     @property
     def layers_a_block(self) -> int:
         return 2 if self.half_blocks else 1
+
+    def fits(self, schedule: Schedule, num_ranks: int) -> Rule:
+        does, words = super().fits(schedule, num_ranks)
+        if not self.half_blocks and self.layers < schedule.num_stages(num_ranks) <= 2 * self.layers:
+            words += "; --half-blocks gives each half a one"
+        return does, words
 
 
 @dataclass(frozen=True)

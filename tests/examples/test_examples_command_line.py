@@ -52,6 +52,8 @@ def run_as_rank(rank: int, size: int, *arguments: str, **environ: str) -> subpro
         ("--dp 3", "dp * pp must equal the number of ranks, got dp=3, pp=1 and 2 ranks"),
         ("--dp 2 --steps many", "--steps must be an integer, got 'many'"),
         ("--dp 2 --step 3", "unrecognized arguments: --step 3; is it --steps?"),
+        ("--dp 2 steps 3", "unrecognized arguments: steps 3; is it --steps?"),
+        ("--dp 2 --half-blocks yes", "unrecognized arguments: yes"),  # "is it --layers?"
         ("--dp 2 --generate 3", "unrecognized arguments: --generate 3"),  # "is it --no-exact?", for their dashes
     ],
 )

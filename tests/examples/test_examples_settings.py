@@ -108,7 +108,13 @@ def test_only_a_pipeline_cuts_its_batch_unless_it_is_told_to() -> None:
             "mpirun -n 2 python -m mpi4py SCRIPT starts so many",
         ),
         ({"buddy_every": 3}, 1, "--buddy-every is for --heal replace, shrink and spares, got 3 and --heal none"),
-        ({"pp": 5}, 5, "--layers must give each stage a block, got 4 for the 5 stages of 1f1b on 5 ranks"),
+        (
+            {"pp": 5},
+            5,
+            "--layers must give each stage a block, got 4 for the 5 stages of 1f1b on 5 ranks; "
+            "--half-blocks gives each half a one",
+        ),
+        ({"pp": 9}, 9, "--layers must give each stage a block, got 4 for the 9 stages of 1f1b on 9 ranks"),
         (
             {"pp": 5, "schedule": "zbv", "half_blocks": True, "microbatches": 10},
             5,

@@ -74,6 +74,7 @@ def test_the_head_says_what_it_is_and_what_it_costs():
     assert (
         costs.text == "bubble 25.0% of ideal time (makespan), 20.0% of a rank's span · peak 2 1 stage activations held"
     )
+    assert picture_of(num_ranks=1, num_microbatches=1).words[1].text.endswith(" · peak 1 stage activation held")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -178,9 +178,10 @@ def svg(picture: Picture) -> str:
 
 def _costs(timeline: Timeline) -> str:
     peaks = timeline.peak_microbatches
+    held = f"{' '.join(map(str, peaks))} stage activation{'s' * (sum(peaks) != 1)}"
     return (
         f"bubble {timeline.bubble_fraction:.1%} of ideal time (makespan), "
-        f"{timeline.span_bubble_rate:.1%} of a rank's span · peak {' '.join(map(str, peaks))} stage activations held"
+        f"{timeline.span_bubble_rate:.1%} of a rank's span · peak {held} held"
     )
 
 
