@@ -36,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(subparser)
         subparser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
-    parsed = parser.parse_args(arguments)
+    parsed, late = parser.parse_known_args(arguments)
+    if late and (not hasattr(parsed, "schedules") or any(word.startswith("-") for word in late)):
+        parser.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:  # argparse takes a list to have ended at the first flag
+        parsed.schedules = [*parsed.schedules, *late]
     try:
         files.check_files(parsed)
         COMMANDS[parsed.command].run(parsed)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `memory` takes."""
     parser.add_argument("model", help="gpt, mlp, or MODULE:FUNCTION, a function that returns a pipeline.verify.Case")
     what = "names, .csv files or MODULE:NAME (default 1f1b)"
-    parser.add_argument("schedules", nargs="*", default=["1f1b"], metavar="SCHEDULE", help=what)
+    parser.add_argument("schedules", nargs="*", default=[], metavar="SCHEDULE", help=what)
     what = f"ranks of a pipeline (default {RANKS}, or {AS_WRITTEN})"
     parser.add_argument("--pp", type=flags.count, metavar="N", help=what)
     add_microbatches(parser)
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure the first micro-batch of a model's first batch, and print a table a schedule."""
     case = find_case(arguments.model)
-    schedules = {name: flags.find_schedule(name, SCHEDULES) for name in arguments.schedules}
+    schedules = {name: flags.find_schedule(name, SCHEDULES) for name in arguments.schedules or ["1f1b"]}
     given = arguments.pp, arguments.microbatches
     pp, num_microbatches = flags.sizes_of(schedules.values(), given, (RANKS, MICROBATCHES))
     for schedule in schedules.values():

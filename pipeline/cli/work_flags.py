@@ -52,7 +52,7 @@ def add_work(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
         swept: whether links and memory may be several, with commas.
     """
     what = f"names, .csv files, MODULE:NAME, or {SEARCH} for an order that is searched (default: all names)"
-    parser.add_argument("schedules", nargs="*", default=list(SCHEDULES), metavar="SCHEDULE", help=what)
+    parser.add_argument("schedules", nargs="*", default=[], metavar="SCHEDULE", help=what)
     defaults = vars(Work())
     for option, (what, read, read_several, default_in_words) in _FLAGS.items():
         default = defaults[option.replace("-", "_")]
@@ -78,7 +78,7 @@ def candidates_of(arguments: argparse.Namespace) -> dict[str, Candidate]:
         except ValueError as rule:
             raise flags.in_flags(rule) from rule
 
-    names = dict.fromkeys(arguments.schedules)
+    names = dict.fromkeys(arguments.schedules or SCHEDULES)
     return {name: search if name == SEARCH else flags.find_schedule(name, NAMES) for name in names}
 
 

@@ -17,6 +17,7 @@ from pipeline.schedules.action import Action, Placement
 from pipeline.schedules.per_stage import PerStage, each
 from pipeline.schedules.simulate import simulate
 from pipeline.schedules.timeline import Timeline
+from pipeline.schedules.words import amount
 
 ROUNDING = 1e-9  # relative: sums of memory are compared with a limit, and times with each other, with a little room
 _MOST_GRAINS = 1e6  # in a time, where sums of floats still tell them apart
@@ -93,8 +94,8 @@ class Problem:
             least = sum(max(problem.activations[s], problem.deferred[s]) for s in stages)
             if least > problem.limit[rank] * (1 + ROUNDING):
                 raise ValueError(
-                    f"a rank must hold one micro-batch on each of its stages, which takes {least:g} on rank {rank}, "
-                    f"got a limit of {problem.limit[rank]:g}"
+                    f"a rank must hold one micro-batch on each of its stages, which takes {amount(least)} on rank "
+                    f"{rank}, got a limit of {amount(problem.limit[rank])}"
                 )
         return problem
 

@@ -234,6 +234,12 @@ def test_what_is_found_is_drawn(tmp_path, capsys):
         (["search", "--memory", "1", "--static", "2"], "--memory must be more than --static, got 1 and 2"),
         (["search", "--memory", "0.5"], "takes 1 on rank 0, got a limit of 0.5"),
         (
+            ["search", "--memory", "6MiB", "--activations", "8GiB"],
+            "takes 8GiB on rank 0, got a limit of 6MiB",
+        ),
+        (["compare", "1f1b", "--ranks", "2", "--fro", "zbv"], "unrecognized arguments: --fro"),
+        (["draw", "1f1b", "--ranks", "2", "zbv"], "unrecognized arguments: zbv"),
+        (
             ["search", "--forward", "1,2,3"],
             "numbers with commas must be one for each of 4 or 8 stages, got 3 for --forward",
         ),
@@ -248,6 +254,24 @@ def test_a_wrong_value_is_one_line(arguments, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("split", "together"),
+    [
+        ("compare 1f1b --ranks 2 zbv --microbatches 4 gpipe", "compare 1f1b zbv gpipe --ranks 2 --microbatches 4"),
+        ("sweep --ranks 2 1f1b --microbatches 4,6 zbv", "sweep 1f1b zbv --ranks 2 --microbatches 4,6"),
+    ],
+)
+def test_schedules_may_stand_on_both_sides_of_a_flag(split, together, capsys):
+    """Those behind it were unrecognized arguments."""
+    said = []
+    for arguments in (split, together):
+        assert main(arguments.split()) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert main(["memory", "mlp", "--pp", "2", "zbv"]) == 0
+    assert capsys.readouterr().out.startswith("zbv: 4 stages on 2 ranks")
 
 
 def test_a_search_writes_what_check_accepts(tmp_path, capsys):
