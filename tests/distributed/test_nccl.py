@@ -228,8 +228,9 @@ def test_average_is_one_reduction_and_has_the_bits_of_a_weighted_sum(cupy: Any) 
     run(3, program, connected=False)
 
 
+@pytest.mark.parametrize("with_host", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 5, 2), (0, 5, 0), (0,)], ids=str)
-def test_slices_of_several_arrays_are_gathered_in_place(cupy: Any, sizes: tuple[int, ...]) -> None:
+def test_slices_of_several_arrays_are_gathered_in_place(cupy: Any, sizes: tuple[int, ...], with_host: bool) -> None:
     def program(comm: Any) -> None:
         wholes = [np.arange(3 * n, dtype=np.float32) + n for n in sizes]
         flats = []
@@ -238,6 +239,8 @@ def test_slices_of_several_arrays_are_gathered_in_place(cupy: Any, sizes: tuple[
             own = slice(comm.rank * whole.size // 3, (comm.rank + 1) * whole.size // 3)
             flat[own] = cupy.asarray(whole[own])
             flats.append(flat)
+        if with_host:  # all by way of it then
+            flats[-1] = np.array(flats[-1])
         assert comm.allgather_in_place(*flats).wait() is flats[0]
         for flat, whole in zip(flats, wholes, strict=True):
             np.testing.assert_array_equal(np.asarray(flat), whole)

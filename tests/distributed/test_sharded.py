@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import minigrad as mg
-from distributed import DistributedDataParallel, LocalWorld, Mesh, clip_by_global_norm
-from distributed.data_parallel.zero.shards import gather_shards, reduce_to_shards
+from distributed import DistributedDataParallel, LocalWorld, Mesh, SoloCommunicator, Work, clip_by_global_norm
+from distributed.data_parallel.buckets.manager import GradientBucketManager
+from distributed.data_parallel.zero.sharded import runs_to_gather
+from distributed.data_parallel.zero.shards import average_to_shards, gather_shards, reduce_to_shards
 from minigrad import nn, optim, rng
 from minigrad.models import gpt
 from minigrad.optim.muon import Muon, is_hidden_matrix
@@ -491,3 +493,86 @@ def test_a_gather_puts_together_what_the_reduction_took_apart(ranks):
             np.testing.assert_array_equal(grad, expected)
 
     ranks.run(program)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("is_even", [True, False])
+def test_replicas_of_equal_shares_have_their_gradients_averaged_on_the_way(ranks, is_even, monkeypatch):
+    """Which NCCL does in one call."""
+    sizes = []
+
+    def logged(grad, comm):
+        sizes.append(grad.size)
+        return average_to_shards(grad, comm)
+
+    monkeypatch.setattr("distributed.data_parallel.zero.sharded.average_to_shards", logged)
+
+    def program(comm):
+        model = Toy(5)  # 15 + 3 numbers, in equal shares of a bucket and a rest
+        ddp = DistributedDataParallel(model, comm, zero=1)
+        x = np.ones((1 if is_even else 1 + comm.rank, 5), np.float32)
+        loss = mg.sum(mg.add(mg.matmul(x, model.w), model.b))
+        mg.backward_with_hooks(loss, ddp.hooks(num_samples=len(x)))
+        ddp.wait()
+        return ddp.buckets.whole_grads()["b"]
+
+    weighted = [n * n for n in range(1, ranks.size + 1)]  # each by its samples, of which its sum is
+    expected = 1.0 if is_even else sum(weighted) / sum(range(1, ranks.size + 1))
+    for b in ranks.run(program):
+        np.testing.assert_allclose(b, expected, rtol=1e-6)
+    assert set(sizes) == ({18} if is_even else set())
+
+
+def test_small_buckets_of_one_flat_are_gathered_together(monkeypatch):
+    monkeypatch.setattr("distributed.data_parallel.zero.sharded.GATHER_BYTES", 100)
+    params = [mg.Parameter(np.zeros(n, t), f"{t.__name__} {n}") for t in (np.float32, np.float64) for n in range(4, 10)]
+    buckets = GradientBucketManager(params, SoloCommunicator(), bucket_bytes=1).buckets
+    runs = list(runs_to_gather(buckets))
+    assert [bucket for run in runs for bucket in run] == buckets
+    assert len({len(run) for run in runs}) > 1
+    for run, following in itertools.pairwise(runs):
+        (flat,) = {bucket.range.flat for bucket in run}
+        nbytes = [bucket.range.data.nbytes for bucket in run]
+        assert sum(nbytes[:-1]) < 100
+        assert sum(nbytes) >= 100 or following[0].range.flat is not flat
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("step_early", [False, True])
+def test_a_second_step_waits_for_the_values_of_the_first(ranks, step_early):
+    """Others may still be reading this rank's shard of them."""
+
+    def program(comm):
+        model = Toy(4)
+        ddp = DistributedDataParallel(model, comm, zero=1, step_early=step_early)
+        optimizer = ddp.optimizer(optim.SGD(1.0))
+        model.step(ddp, np.ones(4), wait=True)
+        log, gather, update = [], ddp.buckets.gather, optimizer._update
+
+        def gathered(parts):
+            work = gather(parts)
+            return LoggedWork(work, log)
+
+        ddp.buckets.gather = gathered
+        optimizer._update = lambda *args: (log.append("update"), update(*args))
+        optimizer.step()
+        optimizer.step()
+        assert log == ["update", "wait", "update"]
+        return model.w.data.copy()
+
+    for w in ranks.run(program):
+        np.testing.assert_allclose(w, -2 / 3, rtol=1e-6)
+
+
+class LoggedWork(Work):
+    """Work that notes when somebody waits for it."""
+
+    def __init__(self, work, log):
+        self.work, self.log = work, log
+
+    def test(self):
+        return self.work.test()
+
+    def wait(self):
+        self.log.append("wait")
+        return self.work.wait()
