@@ -189,7 +189,8 @@ class DistributedDataParallel:
         Raises:
             RuntimeError: the last backward is not over.
         """
-        self.buckets.expect_backward()
+        self.buckets.check_idle()
+        self.buckets.finish_untaken()  # micro-batches add to gradients before the last of them calls `start`
         if self.comm.size > 1:
             check_told_again("how many samples they have")
         waiting = self.comm.waiting_for("the number of samples of each rank, in ddp.hooks")

@@ -7,6 +7,7 @@ import minigrad as mg
 from distributed import DistributedDataParallel, Mesh, SoloCommunicator, Work
 from distributed.data_parallel.buckets.early import EarlyOptimizer
 from minigrad import nn, optim, rng
+from minigrad.flat import zero_grad
 from minigrad.models import gpt
 from pipeline import SCHEDULES, PipelineExecutor, PipelineStage
 
@@ -159,8 +160,8 @@ def test_a_gradient_on_its_way_cannot_be_read(ranks):
 def test_a_step_that_is_not_taken_leaves_nothing_behind(ranks):
     def program(comm):
         model, ddp, optimizer, works = one_step(comm, take=False)
-        optimizer.zero_grad()
-        optimizer.zero_grad()  # of one loop at its end, of another at its beginning
+        zero_grad(model.parameters())
+        zero_grad(model.parameters())  # of one loop at its end, of another at its beginning
         with pytest.raises(RuntimeError, match="its bucket of the last step is still on its way"):
             mg.backward(mg.sum(model(np.ones((1, 2)))))
         mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
@@ -168,6 +169,27 @@ def test_a_step_that_is_not_taken_leaves_nothing_behind(ranks):
         optimizer.step()
         assert [work.is_waited_for for work in works] == [True, True, False, False]
         np.testing.assert_array_equal(model.first.data, -1)
+
+    ranks.run(program)
+
+
+@pytest.mark.ranks(2)
+def test_a_zero_grad_after_a_step_that_is_not_taken_waits_for_its_buckets(ranks):
+    """Or the next backward without the hooks would be refused, where a bucket has not come."""
+
+    def program(comm):
+        model, ddp, optimizer, works = one_step(comm, take=False)
+        optimizer.zero_grad()
+        assert [work.is_waited_for for work in works] == [True, True]
+        mg.backward(mg.sum(model(np.ones((1, 2)))))
+        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+        ddp.wait()
+        optimizer.step()
+        assert [work.is_waited_for for work in works] == [True, True, False, False]
+        optimizer.zero_grad()  # of a step that was taken it waits for nothing
+        optimizer.zero_grad()
+        assert [work.is_waited_for for work in works] == [True, True, False, False]
+        np.testing.assert_array_equal(model.first.data, -3)
 
     ranks.run(program)
 

@@ -26,6 +26,7 @@ from distributed.data_parallel.buckets.arrivals import Arrival, waiting_for_valu
 from distributed.data_parallel.buckets.bucket import UNREDUCED, Bucket, BucketOptions, OptimizerOptions
 from distributed.data_parallel.buckets.manager import THE_VERDICT, GradientBucketManager
 from minigrad.flat_range import TensorSlice
+from minigrad.habits import own_options
 from minigrad.optim import Optimizer
 from minigrad.optim.update_rules import Rule
 from minigrad.parameter import Hold, Parameter, check_usable
@@ -66,9 +67,7 @@ class EarlyBuckets(GradientBucketManager):
             arrival.land()
         self.arrivals = []
 
-    def expect_backward(self) -> None:
-        """Land what no step was taken with: micro-batches add to gradients before the last of them calls `start`."""
-        super().expect_backward()
+    def finish_untaken(self) -> None:
         if not self.arrivals:
             self.finish()
 
@@ -152,6 +151,12 @@ class EarlyOptimizer(Optimizer):
     def state_slices(self) -> Iterator[tuple[str, TensorSlice]]:
         self._buckets.land_arrivals()
         return super().state_slices()
+
+    @own_options
+    def zero_grad(self) -> None:
+        """Mark all gradients fresh; those of a step that was not taken have to come first."""
+        self._buckets.finish_untaken()
+        super().zero_grad()
 
     def finish(self) -> None:
         self._buckets.finish()

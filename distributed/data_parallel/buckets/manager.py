@@ -303,13 +303,8 @@ class GradientBucketManager:
     def finish(self) -> None:
         """Block until nothing is on its way: a subclass may let `wait` return earlier."""
 
-    def expect_backward(self) -> None:
-        """Take note that one begins soon, perhaps without the hooks at first: a subclass ends what is in its way.
-
-        Raises:
-            RuntimeError: a backward is under way.
-        """
-        self.check_idle()
+    def finish_untaken(self) -> None:
+        """Block until nothing is on its way but what a step waits for that was taken: likewise."""
 
     def check_idle(self) -> None:
         """Raise RuntimeError if a backward is under way."""

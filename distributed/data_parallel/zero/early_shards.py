@@ -19,6 +19,7 @@ from distributed.data_parallel.buckets.bucket import Bucket, OptimizerOptions
 from distributed.data_parallel.buckets.early import EarlyBuckets
 from distributed.data_parallel.zero.sharded import ShardedBuckets, ShardedOptimizer, is_trained, runs_to_gather
 from distributed.data_parallel.zero.sharded_gradients import GradientShards
+from minigrad.habits import own_options
 from minigrad.optim import Optimizer
 from minigrad.optim.update_rules import Rule
 
@@ -36,6 +37,12 @@ class EarlyGradientShards(EarlyShards, GradientShards):
 
 class EarlyShardedOptimizer(ShardedOptimizer):
     """Updates each of this rank's shards when its gradients are there, and gathers it."""
+
+    @own_options
+    def zero_grad(self) -> None:
+        """Mark all gradients fresh; those of a step that was not taken have to come first."""
+        self._buckets.finish_untaken()
+        super().zero_grad()
 
     def _updated_runs(self, step: int) -> Iterator[list[Bucket]]:
         trained, frozen = (filter(kind, self._buckets.order.buckets) for kind in (is_trained, _is_frozen))
