@@ -71,6 +71,8 @@ def test_its_text_runs_as_a_script(source: Path, tmp_path: Path, monkeypatch: py
 def test_memory_is_counted_where_no_kernel_was_compiled_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a fresh clone notebook 5 counted numba at work, on kernels that only the second backward wanted."""
     monkeypatch.setenv("MPLBACKEND", "agg")
+    pytest.importorskip("numba")
+    monkeypatch.setenv("MINIGRAD_KERNELS", "numba")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     result = run_job([str(source) for source in sources() if source.name[0] == "5"], ranks=None, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
