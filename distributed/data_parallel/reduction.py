@@ -85,9 +85,9 @@ class Reduction:
         if not callable(self.comm_hook):
             raise TypeError(f"a comm_hook is a function of a bucket and a communicator, got {self.comm_hook!r}")
         if self.zero not in (0, 1, 2):
-            raise ValueError(f"zero must be 0, 1 or 2, got {self.zero}")
+            raise ValueError(f"zero must be 0, 1 or 2, got {self.zero!r}")
         if self.sums not in ("plain", "exact"):
-            raise ValueError(f"sums must be plain or exact, got {self.sums}")
+            raise ValueError(f"sums must be plain or exact, got {self.sums!r}")
         has_hook = self.comm_hook is not allreduce
         if self.zero and has_hook:
             raise ValueError(f"gradients are reduced to shards with zero={self.zero}, which no comm_hook can do")

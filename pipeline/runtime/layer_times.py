@@ -1,6 +1,7 @@
 """How long each layer of a model takes, for a cut into stages by measured time.
 
-    seconds = layer_seconds(gpt.layers(config), x, comm)
+    layers = gpt.layers(config)
+    seconds = layer_seconds(layers, x, comm)
     specs = cut_by_weights([name for name, _ in layers], seconds, num_stages)
     stages = PipelineStage.of(layers, comm, schedule, specs=specs)
 
@@ -23,6 +24,7 @@ from minigrad.backend import Array, synchronize, xp_of
 from minigrad.nn import LayerFactory, ParamGetter
 from minigrad.nn.module import SkipLayer
 from minigrad.tensor import Tensor
+from pipeline.runtime.partition import check_layers
 
 
 def layer_seconds(
@@ -47,9 +49,18 @@ def layer_seconds(
         Seconds, one for each layer.
     Raises:
         RuntimeError: rank 0 could not build or run a layer; the same message on every rank.
+        TypeError: the layers are no pairs, or comm is something else.
+        ValueError: num_runs is below 1.
     """
+    check_layers(layers)
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"layer_seconds takes a communicator, such as world(), got {type(comm).__name__}")
+    if num_runs < 1:
+        raise ValueError(f"num_runs must be at least 1, got {num_runs}")
 
     def measure() -> list[float]:
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"x must be an array, got {type(x).__name__}")
         param, seconds, outputs = ParamGetter(0, dtype, device), [], x
         given: dict[str, Array] = {}
         for _, factory in layers:

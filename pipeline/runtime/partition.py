@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 EMBEDDING = "embed"
 LM_HEAD = "head"
@@ -55,6 +56,29 @@ class StageSpec:
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
         return self.stage_id == self.num_stages - 1
+
+
+def check_layers(layers: Sequence[Any]) -> None:
+    """Refuse what is no list of named layers.
+
+    Raises:
+        TypeError: one is no pair of a name and a factory.
+    """
+    for layer in layers:
+        if not isinstance(layer, (tuple, list)) or len(layer) != 2 or not callable(layer[1]):
+            example = "('fc', lambda param: nn.Linear(param.at('fc'), 4, 2))"
+            raise TypeError(f"a pipeline's layers are (name, factory), such as {example}, got {layer!r}")
+
+
+def check_specs(specs: Sequence[Any]) -> None:
+    """Refuse what is no cut of a model.
+
+    Raises:
+        TypeError: one of them is no StageSpec.
+    """
+    for spec in specs:
+        if not isinstance(spec, StageSpec):
+            raise TypeError(f"specs are what cut_by_sizes and cut_by_weights return, got {spec!r:.80} among them")
 
 
 def partition_by_count(num_blocks: int, num_stages: int) -> list[tuple[int, int]]:
@@ -104,8 +128,15 @@ def cut_by_sizes(names: Sequence[str], sizes: Sequence[int]) -> list[StageSpec]:
     """Cut a model into stages of so many layers each, embedding and head counted.
 
     Raises:
+        TypeError: a name is no string, or a size no integer.
         ValueError: a size is below 1, or they do not add up to the number of layers.
     """
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"names are those of the layers, [name for name, _ in layers], got {name!r:.80} among them")
+    for size in sizes:
+        if not hasattr(size, "__index__"):
+            raise TypeError(f"sizes must be integers, got {list(sizes)}")
     if not sizes or min(sizes) < 1 or sum(sizes) != len(names):
         raise ValueError(
             f"sizes must be at least 1 and add up to the number of layers, {len(names)}, got {list(sizes)}"
@@ -139,6 +170,7 @@ def cut_by_weights(names: Sequence[str], weights: Sequence[float], num_stages: i
     Args:
         weights: of every layer, embedding and head too: its number of parameters, or the time it takes.
     Raises:
+        TypeError: a name is no string.
         ValueError: there is not one weight a layer, a weight is negative or not finite, or a stage would be empty.
     Cost: num_stages * layers ** 2 steps.
     """

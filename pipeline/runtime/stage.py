@@ -28,7 +28,7 @@ from minigrad.tensor import Tensor
 from minigrad.words import counted
 from pipeline.runtime.boundary import Bundle
 from pipeline.runtime.local_stages import LocalStages
-from pipeline.runtime.partition import StageSpec, cut
+from pipeline.runtime.partition import StageSpec, check_layers, check_specs, cut
 from pipeline.runtime.skips import StageSkips, stage_skips
 from pipeline.schedules.schedule import Schedule, check_schedule
 
@@ -78,18 +78,16 @@ class PipelineStage(Sequential):
         Raises:
             ValueError: there are more stages than layers, not as many specs as stages, or a layer cannot be made; the
                 same message on every rank.
-            TypeError: the layers are no pairs, or comm or schedule is something else.
+            TypeError: the layers are no pairs, or specs, comm or schedule are something else.
         """
         check_schedule(schedule)
         if not isinstance(comm, Communicator):
             raise TypeError(f"PipelineStage.of takes a communicator, such as world(), got {type(comm).__name__}")
-        for layer in layers:
-            if not isinstance(layer, (tuple, list)) or len(layer) != 2 or not callable(layer[1]):
-                example = "('fc', lambda param: nn.Linear(param.at('fc'), 4, 2))"
-                raise TypeError(f"a pipeline's layers are (name, factory), such as {example}, got {layer!r}")
+        check_layers(layers)
         num_stages = schedule.num_stages(comm.size)
         param = ParamGetter(seed, dtype, device)
         specs = cut([name for name, _ in layers], num_stages) if specs is None else specs
+        check_specs(specs)
         if len(specs) != num_stages or specs[-1].layer_stop != len(layers):
             raise ValueError(
                 f"{schedule.name} needs {counted(num_stages, 'stage')} of {counted(len(layers), 'layer')} in all, "

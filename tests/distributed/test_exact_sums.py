@@ -260,7 +260,7 @@ def test_a_hash_shows_each_bit_and_copies_that_differ():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sums": "best"}, "sums must be plain or exact, got best"),
+        ({"sums": "best"}, "sums must be plain or exact, got 'best'"),
         ({"sums": "exact", "step_early": True}, "goes with neither step_early nor a comm_hook, got step_early=True"),
     ],
 )

@@ -55,3 +55,25 @@ def test_a_layer_that_rank_0_cannot_run_fails_on_every_rank(ranks):
         return str(caught.value)
 
     assert len(set(ranks.run(program))) == 1
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"num_runs": 0}, ValueError, "num_runs must be at least 1, got 0"),
+        ({"comm": None}, TypeError, r"layer_seconds takes a communicator, such as world\(\), got NoneType"),
+        ({"layers": [3]}, TypeError, r"a pipeline's layers are \(name, factory\), such as .*, got 3"),
+        ({"x": [[1.0] * 4]}, RuntimeError, r"^\[rank 0\] TypeError: x must be an array, got list"),
+    ],
+    ids=["num_runs", "comm", "layers", "x"],
+)
+def test_what_it_cannot_measure_is_said(ranks, changed, error, words):
+    """What came was min() of nothing, or an attribute that something inside does not have."""
+
+    def program(comm):
+        given = {"layers": [dense("a", 4, 4)], "x": np.ones((3, 4)), "comm": comm, "dtype": np.float64}
+        with pytest.raises(error, match=words):
+            layer_seconds(**given | changed)
+
+    ranks.run(program)

@@ -1,6 +1,7 @@
 import inspect
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,3 +153,14 @@ def test_no_cut_has_a_lighter_heaviest_stage_nor_is_more_even(weights, data):
 def test_weights_are_checked(weights, num_stages, message):
     with pytest.raises(ValueError, match=message):
         cut_by_weights(NAMES, weights, num_stages)
+
+
+def test_layers_are_no_names_and_floats_no_sizes():
+    """Specs came of them, without an embedding or with a float where a slice ends."""
+    layers = [(name, lambda param: None) for name in NAMES]
+    for cut_it in (lambda: cut_by_weights(layers, [1] * 5, 2), lambda: cut_by_sizes(layers, [2, 3])):
+        with pytest.raises(TypeError, match=r"names are those of the layers, .* got \('embed', .* among them$"):
+            cut_it()
+    with pytest.raises(TypeError, match=r"sizes must be integers, got \[2\.0, 3\]$"):
+        cut_by_sizes(NAMES, [2.0, 3])
+    assert cut_by_sizes(NAMES, tuple(np.array([2, 3]))) == cut_by_sizes(NAMES, [2, 3])

@@ -434,6 +434,9 @@ def test_stages_may_be_cut_otherwise(ranks):
         for wrong in (cut_by_sizes(names, [3]), cut_by_sizes(names[:2], [1, 1])):
             with pytest.raises(ValueError, match="1f1b needs 2 stages of 3 layers in all, got specs of"):
                 PipelineStage.of(LAYERS, comm, ONE, specs=wrong)
+        for no_specs in (names[:2], [1, 2]):  # an attribute that they do not have
+            with pytest.raises(TypeError, match="specs are what cut_by_sizes and cut_by_weights return, got "):
+                PipelineStage.of(LAYERS, comm, ONE, specs=no_specs)
         return [len(stage.layers) for stage in stages]
 
     assert ranks.run(program) == [[1], [2]]
