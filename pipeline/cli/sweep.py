@@ -24,7 +24,7 @@ AXES = {
     "num_ranks": Quantity("ranks"),
     "num_microbatches": Quantity("micro-batches"),
     "latency": Quantity("latency"),
-    "bandwidth": Quantity("bandwidth", in_bytes=True),
+    "bandwidth": Quantity("bandwidth"),  # typed without a unit: 1e9 was said to be 954Mi
     "memory": Quantity("memory", in_bytes=True),
 }
 """What a sweep goes over."""

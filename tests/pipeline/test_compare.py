@@ -194,6 +194,15 @@ def test_a_name_with_a_comma_is_one_cell_of_the_table(tmp_path, capsys, monkeypa
     assert (row["schedule"], row["num_ranks"], row["makespan"]) == ("a,b.csv", "2", "15")
 
 
+def test_a_heat_map_says_a_bandwidth_as_it_was_typed_and_a_memory_with_its_unit(tmp_path):
+    """1e9 was 954Mi, a unit that the flag does not take."""
+    drawing = tmp_path / "a.svg"
+    sizes = ["--message-bytes", "1e9", "--bandwidth", "1e9,2.5e10", "--memory", "8,2GiB"]
+    assert main(["sweep", "1f1b", *sizes, "--csv", str(tmp_path / "a.csv"), "--svg", str(drawing)]) == 0
+    words = [element.text for element in ET.fromstring(drawing.read_text()).iter() if element.tag.endswith("text")]
+    assert words[2:] == ["8", "2Gi", "1e+09", words[5], words[6], "2.5e+10", words[8], words[9]]
+
+
 def test_what_is_found_is_drawn(tmp_path, capsys):
     path = tmp_path / "found.svg"
     assert main(["search", "--ranks", "2", "--microbatches", "3", "--placement", "one", "--svg", str(path)]) == 0
