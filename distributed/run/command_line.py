@@ -188,8 +188,8 @@ def warn(words: str) -> None:
     sys.stderr.flush()
 
 
-def fail(message: str, *, everywhere: bool = True) -> NoReturn:
-    """End the run with one line on stderr and exit code 2.
+def speak_for_all(words: str, *, everywhere: bool) -> None:
+    """Say on stderr why the job ends.
 
     Rank 0 speaks for all. A launcher ends a job, unread output included, when its first process fails, so the others
     wait to be ended and leave by themselves only where the launcher lets them.
@@ -199,13 +199,21 @@ def fail(message: str, *, everywhere: bool = True) -> NoReturn:
             the only one that fails (a file that only its host lacks), and says so itself.
     """
     rank = launcher_rank()
-    line = f"{Path(sys.argv[0]).name}: {message}"
     if rank == 0:
-        warn(line)
+        warn(words)
     else:
         time.sleep(GRACE_SECONDS)
         if not everywhere:
-            warn(f"[rank {rank}] {line}")
+            warn(f"[rank {rank}] {words}")
+
+
+def fail(message: str, *, everywhere: bool = True) -> NoReturn:
+    """End the run with one line on stderr and exit code 2.
+
+    Args:
+        everywhere: as `speak_for_all` has it.
+    """
+    speak_for_all(f"{Path(sys.argv[0]).name}: {message}", everywhere=everywhere)
     if everywhere:
         exit_together(2)
     sys.exit(2)

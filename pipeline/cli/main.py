@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from distributed.run.command_line import speak_for_all
 from minigrad.command_parser import CommandParser
 from pipeline.cli import check, compare, draw, dump, files, memory, repair, search, simulate, sweep, verify
 from pipeline.cli.own_code import one_line, place_of
@@ -24,9 +26,18 @@ COMMANDS = {
 }
 
 
+class _Parser(CommandParser):
+    """Says things once, though every rank of `verify` reads the same command line."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            speak_for_all(message.rstrip(), everywhere=False)
+        sys.exit(status)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 2 for a wrong name or value, or an error in a person's own code."""
-    parser = CommandParser(
+    parser = _Parser(
         prog=PROGRAM,
         description="Look at pipeline schedules, and verify that a model trains in one as in one process.",
         epilog=f"for example: {PROGRAM} draw 1f1b --stages 4 --microbatches 8",
@@ -48,6 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_of_own_code = place_of(error) is not None
         if not is_of_own_code and not isinstance(error, (ValueError, RuntimeError, OSError)):
             raise
-        print(f"{PROGRAM}: {one_line(error) if is_of_own_code else error}", file=sys.stderr)
+        speak_for_all(f"{PROGRAM}: {one_line(error) if is_of_own_code else error}", everywhere=False)
         return 2
     return 0

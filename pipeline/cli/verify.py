@@ -9,6 +9,7 @@ from dataclasses import asdict
 import numpy as np
 
 from distributed.comm.world import launched_by_mpi, launcher_rank, world
+from distributed.run.command_line import speak_for_all
 from minigrad.models import gpt, mlp
 from minigrad.ops import cross_entropy
 from pipeline.cli import flags
@@ -60,8 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
             comm=world() if launched_by_mpi() else None,
         )
     except MismatchError as mismatch:
-        if launcher_rank() == 0:
-            print(f"not equal to one process: {mismatch}", file=sys.stderr, flush=True)
+        speak_for_all(f"not equal to one process: {mismatch}", everywhere=True)
         sys.exit(1)
     if launcher_rank() == 0:
         print(flags.as_json(asdict(report)) if arguments.json else report)

@@ -4,11 +4,13 @@ import json
 import sys
 from operator import itemgetter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distributed.run import command_line
 from pipeline import SCHEDULES, Schedule, ScheduleError, from_text
 from pipeline.cli import files, flags
 from pipeline.cli import main as cli
@@ -16,6 +18,7 @@ from pipeline.cli.flags import MOST_ACTIONS
 from pipeline.cli.own_code import place_of
 from pipeline.schedules.csv_file import MOST_CHARACTERS
 from pipeline.schedules.drawing.text import draw_order
+from pipeline.verify import MismatchError
 
 MOST_OUTPUT = 2_000_000  # letters
 
@@ -365,6 +368,31 @@ def test_a_file_beside_the_packages_is_ones_own_whatever_its_name_begins_with():
         raised.value.__traceback__ = raised.value.__traceback__.tb_next  # without the line above
         places.append(place_of(raised.value))
     assert [place and Path(place).name for place in places] == ["pipeline_of_mine.py:1", None]
+
+
+@pytest.mark.parametrize("command", ["verify nosuch", "verify mlp --dp 0", "verify mlp --pp 9"])
+def test_of_several_ranks_one_says_what_is_wrong(command, monkeypatch, capsys):
+    """Each of them did, under mpirun. What one alone finds it says after a wait, in which a launcher ends others."""
+    waited: list[float] = []
+    monkeypatch.setattr(command_line.time, "sleep", waited.append)
+    said = []
+    for rank in (0, 1):
+        monkeypatch.setattr(command_line, "launcher_rank", lambda rank=rank: rank)
+        status, out, err = run(command.split(), capsys)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        said.append(err)
+    assert said[1] == f"[rank 1] {said[0]}"
+    assert waited == [command_line.GRACE_SECONDS]
+
+
+def test_a_rank_leaves_one_the_time_to_say_what_differs(monkeypatch, capsys):
+    """A rank that leaves first ends the job, and what rank 0 was about to say with it."""
+    waited: list[float] = []
+    monkeypatch.setattr(command_line.time, "sleep", waited.append)
+    monkeypatch.setattr(command_line, "launcher_rank", lambda: 1)
+    monkeypatch.setattr("pipeline.cli.verify.verify", Mock(side_effect=MismatchError("here")))
+    assert run(["verify", "mlp"], capsys) == (1, "", "")
+    assert waited == [command_line.GRACE_SECONDS]
 
 
 def test_an_error_that_no_code_of_ones_own_has_a_part_in_is_a_traceback(monkeypatch):
