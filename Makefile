@@ -49,8 +49,7 @@ STREAM = $(if $(BAR),$(if $(findstring (Open MPI) 5,$(shell $(MPIRUN) --version 
 # module again: 12 seconds for pytest and the tests, 0.2 for a rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Streams of a GPU that share one queue start their kernels in the order in which they were launched: with the driver's own
-# eight a step of two GPUs is 1 to 4% longer (docs/gpu.md).
+# Streams of a GPU share one queue: with the driver's own eight a step of two GPUs is 1 to 4% longer (docs/gpu.md).
 export CUDA_DEVICE_MAX_CONNECTIONS ?= 1
 # One BLAS thread a rank, unless you say otherwise: two ranks with a thread for each core only disturb each other.
 export OPENBLAS_NUM_THREADS ?= 1

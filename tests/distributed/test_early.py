@@ -282,23 +282,29 @@ def test_one_rank_alone_steps_at_once():
     assert type(ddp.optimizer(optim.SGD(1.0))) is not EarlyOptimizer
 
 
+def before_a_logged_step(comm, model, zero):
+    """Return what steps shards early, after `wait`, and a log of which buckets and updates a step then waits for."""
+    ddp = DistributedDataParallel(model, comm, bucket_bytes=1, zero=zero, step_early=True)
+    optimizer = ddp.optimizer(optim.SGD(1.0))
+    mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+    log = []
+    for bucket in ddp.buckets.buckets:
+        bucket.work = Logged(bucket.work, bucket.number, log)
+    ddp.wait()
+    update = optimizer._update
+    optimizer._update = lambda part, *args: (log.append(part.params[0].name), update(part, *args))
+    return ddp, optimizer, log
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_shard_of_a_bucket_that_has_come_is_updated_before_the_next_bucket_is_awaited(ranks, zero):
     def program(comm):
         model = Two()
-        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, zero=zero, step_early=True)
-        optimizer = ddp.optimizer(optim.SGD(1.0))
-        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
-        log = []
-        for bucket in ddp.buckets.buckets:
-            bucket.work = Logged(bucket.work, bucket.number, log)
-        ddp.wait()
+        _, optimizer, log = before_a_logged_step(comm, model, zero)
         assert log == []
         with pytest.raises(RuntimeError, match=r"reading \.grad of 'first': its grad is still on its way"):
             model.first.grad  # noqa: B018
-        updated = optimizer._update
-        optimizer._update = lambda part, *args: (log.append(part.params[0].name), updated(part, *args))
         optimizer.step()
         expected = [0, "second", 1, "first"]
         assert log == expected or (zero == 2 and log == expected[1:])  # which looked in the backward what had come
@@ -325,17 +331,9 @@ def test_shards_step_as_their_buckets_were_launched_and_frozen_ones_last(ranks, 
         model = Two()
         for p in model.parameters():
             p.requires_grad = p.name != frozen
-        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, zero=1, step_early=True)
-        optimizer = ddp.optimizer(optim.SGD(1.0))
-        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
-        log = []
-        for bucket in ddp.buckets.buckets:
-            bucket.work = Logged(bucket.work, bucket.number, log)
-        ddp.wait()
+        ddp, optimizer, log = before_a_logged_step(comm, model, zero=1)
         if is_reversed:  # as learned from a backward in which they became complete so
             ddp.buckets.order.buckets.reverse()
-        updated = optimizer._update
-        optimizer._update = lambda part, *args: (log.append(part.params[0].name), updated(part, *args))
         optimizer.step()
         assert log == expected
         assert [p.data[0, 0] for p in model.parameters()] == [1 if p.name == frozen else -1 for p in model.parameters()]
