@@ -375,3 +375,29 @@ class Logged(Work):
     def wait(self):
         self.log.append(self.number)
         return self.work.wait()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("step_early", [False, True])
+def test_a_gather_that_fails_leaves_no_shard_behind_and_the_step_is_counted(ranks, zero, step_early):
+    """As where a rank has died after the vote: the survivors' shards are those of a step that was taken."""
+
+    def program(comm):
+        model = Two()
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=1, zero=zero, step_early=step_early)
+        optimizer = ddp.optimizer(optim.SGD(1.0))
+        mg.backward_with_hooks(mg.sum(model(np.ones((1, 2)))), ddp.hooks(num_samples=1))
+        ddp.wait()
+
+        def fail(run):
+            raise OSError("nobody is there")
+
+        optimizer._gather = fail
+        with pytest.raises(OSError, match="nobody is there"):
+            optimizer.step()
+        assert optimizer.num_steps == 1
+        for _, held in optimizer.value_slices():
+            np.testing.assert_array_equal(held.array, -1)
+
+    ranks.run(program)

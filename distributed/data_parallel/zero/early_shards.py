@@ -52,6 +52,7 @@ class EarlyShardedOptimizer(ShardedOptimizer):
             yield run
         for bucket in frozen:
             self._update_shard(bucket, step)
+        self._count()
 
     def _update_shard(self, bucket: Bucket, step: int) -> None:
         with waiting_for_values(bucket.range.params, self._buckets.comm, self._buckets.recorder):

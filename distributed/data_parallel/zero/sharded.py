@@ -256,9 +256,12 @@ class ShardedOptimizer(Optimizer):
         elif not self._may_step():
             return
         self._has_all = False
-        self._arrivals = [self._gather(run) for run in self._updated_runs(step)]
-        if self._whole_step is None:
-            self.num_steps += 1
+        runs = self._updated_runs(step)
+        try:
+            self._arrivals = [self._gather(run) for run in runs]
+        finally:
+            for _ in runs:  # where a gather fails, as a rank is dead: no shard is left behind
+                pass
         for whole in self._ranges:
             whole.note_step("the optimizer")
         if self.is_captured:
@@ -271,7 +274,13 @@ class ShardedOptimizer(Optimizer):
         """
         for bucket in self._buckets.buckets:
             self._update_shard(bucket, step)
+        self._count()
         yield from runs_to_gather(filter(is_trained, reversed(self._buckets.order.buckets)))
+
+    def _count(self) -> None:
+        """Count a step once all shards are updated, whether others can be told or not; a GPU's is counted already."""
+        if self._whole_step is None:
+            self.num_steps += 1
 
     def _update_shard(self, bucket: Bucket, step: int) -> None:
         """Update this rank's share of a bucket."""
